@@ -1,0 +1,98 @@
+"""Plots of a file of results, as SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from record import Record
+from suites import Quantity
+from tables import by_workload, ordered, value
+from workloads import length_label, mask_label
+
+COLOURS = {
+    "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "efficient": "#2a6f97",
+    "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
+}
+LINES_FROM = 3  # so many lengths make a line; fewer make bars
+
+
+def draw(records: list[Record], quantity: Quantity, path: Path) -> bool:
+    """Draw one quantity: a row of panels for each head_dim, a column for each direction.
+
+    Returns False if there is nothing to draw.
+    """
+    shown = [r for r in records if value(r, quantity) is not None]
+    if not shown:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "cuflash"  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    directions = ordered(r["direction"] for r in shown)
+    head_dims = ordered(r["head_dim"] for r in shown)
+    size = (5.5 * len(directions), 0.6 + 3.2 * len(head_dims))
+    figure, axes = pyplot.subplots(
+        len(head_dims), len(directions), figsize=size, squeeze=False, layout="constrained"
+    )
+    figure.suptitle(shown[0]["gpu"], fontsize=11)
+    for row, head_dim in zip(axes, head_dims, strict=True):
+        for axis, direction in zip(row, directions, strict=True):
+            part = [r for r in shown if (r["head_dim"], r["direction"]) == (head_dim, direction)]
+            _draw_panel(axis, part, quantity)
+            axis.set_title(f"{direction}, head_dim {head_dim}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+def _draw_panel(axis: Any, records: list[Record], quantity: Quantity) -> None:
+    axis.set_ylabel(quantity.unit)
+    axis.grid(axis="y", alpha=0.3)
+    if not records:
+        return
+    lines = len({r["kv_len"] for r in records}) >= LINES_FROM
+    (_draw_lines if lines else _draw_bars)(axis, records, quantity)
+    axis.legend(fontsize=8)
+
+
+def _draw_lines(axis: Any, records: list[Record], quantity: Quantity) -> None:
+    """Draw a line for each provider and mask over the length; causal is dashed."""
+    lengths = sorted({r["kv_len"] for r in records})
+    masks = ordered(r["causal"] for r in records)
+    for provider in ordered(r["provider"] for r in records):
+        for causal in masks:
+            found = {r["kv_len"]: value(r, quantity) for r in records
+                     if (r["provider"], r["causal"]) == (provider, causal)}
+            there = [length for length in lengths if length in found]
+            label = f"{provider}, {mask_label(causal)}" if len(masks) > 1 else provider
+            axis.plot(there, [found[length] for length in there], "--" if causal else "-",
+                      marker="o", markersize=3, color=COLOURS.get(provider), label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [length_label(length) for length in lengths])
+    if not quantity.more_is_better:
+        axis.set_yscale("log")
+    axis.set_xlabel("keys")
+
+
+def _draw_bars(axis: Any, records: list[Record], quantity: Quantity) -> None:
+    """Draw a group of bars for each workload."""
+    groups = by_workload(records)
+    providers = ordered(r["provider"] for r in records)
+    width = 0.8 / len(providers)
+    for n, provider in enumerate(providers):
+        heights = [
+            next((value(r, quantity) for r in rows if r["provider"] == provider), None) or 0.0
+            for rows in groups.values()
+        ]
+        places = [i + (n - (len(providers) - 1) / 2) * width for i in range(len(groups))]
+        axis.bar(places, heights, width, color=COLOURS.get(provider), label=provider)
+    names = [_bar_name(rows[0]) for rows in groups.values()]
+    axis.set_xticks(range(len(names)), names, fontsize=8)
+
+
+def _bar_name(record: Record) -> str:
+    return f"{record['dtype']}\n{length_label(record['kv_len'])} {mask_label(record['causal'])}"

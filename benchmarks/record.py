@@ -1,0 +1,84 @@
+"""The records of results, and the files that hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import Measurement
+from workloads import Workload
+
+Record = dict[str, Any]
+KEYS = (
+    "provider", "provider_version", "kernel", "workload", "direction", "dtype", "batch", "q_len",
+    "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "device_ms", "tflops", "gbps",
+    "max_error", "peak_bytes", "allowed_bytes", "note", "gpu", "commit", "date",
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where and when a record was made.
+
+    Attributes
+    ----------
+    gpu : str
+        The GPU, or the processor with its number of cores.
+    commit : str
+    date : str
+        ISO format, UTC.
+    """
+
+    gpu: str
+    commit: str
+    date: str
+
+
+def make_record(
+    workload: Workload,
+    direction: str,
+    provider: str,
+    version: str,
+    found: Measurement,
+    origin: Origin,
+) -> Record:
+    """Bring a measurement into the form of the result files, with exactly the keys of `KEYS`."""
+    record: Record = {"provider": provider, "provider_version": version, "direction": direction}
+    record |= asdict(workload) | asdict(found) | asdict(origin)
+    record["workload"] = record.pop("name")
+    record["device_ms"] = _rounded(found.device_ms, 5)
+    record["max_error"] = _rounded(found.max_error, 3)
+    record["tflops"] = record["gbps"] = record["allowed_bytes"] = None
+    if found.device_ms and direction not in ("call", "compile"):
+        seconds = found.device_ms * 1e-3
+        record["tflops"] = _rounded(workload.flops(direction) / seconds * 1e-12, 4)
+        record["gbps"] = _rounded(workload.bytes_moved(direction) / seconds * 1e-9, 4)
+    if found.peak_bytes is not None:
+        record["allowed_bytes"] = workload.allowed_bytes(direction)
+    return {key: record[key] for key in KEYS}
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def load(path: Path) -> list[Record]:
+    """Read a file of results; a missing file has none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def merge(path: Path, records: Iterable[Record]) -> None:
+    """Write records into a file, one a line; each replaces the earlier one of the same case."""
+    merged = {_case(record): record for record in [*load(path), *records]}
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in merged.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".json.part")
+    unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _case(record: Record) -> tuple[str, ...]:
+    return tuple(record[key] for key in ("provider", "workload", "direction", "dtype"))

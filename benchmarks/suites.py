@@ -1,0 +1,83 @@
+"""Which workloads, providers and directions are measured together, and how they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import workloads
+from workloads import Workload
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of the records that a table or a plot shows.
+
+    Attributes
+    ----------
+    key : str
+        The key in the record.
+    unit : str
+        The unit shown.
+    factor : float
+        From the record's unit to the unit shown.
+    more_is_better : bool
+        Ratios are turned so that above 1 is good for cuflash.
+    """
+
+    key: str
+    unit: str
+    factor: float
+    more_is_better: bool
+
+
+SPEED = Quantity("tflops", "TFLOP/s", 1.0, True)
+MILLISECONDS = Quantity("device_ms", "ms", 1.0, False)
+MICROSECONDS = Quantity("device_ms", "µs", 1e3, False)
+MEMORY = Quantity("peak_bytes", "MiB", 2.0**-20, False)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One run of the program, and one file of results.
+
+    Attributes
+    ----------
+    device : str
+        "cuda" or "cpu".
+    method : str
+        "time" (of the device's work), "call" (host time of a call), "peak" (memory on the GPU), or
+        "process" (time and memory, one process for each case).
+    workloads : list of Workload
+    providers : tuple of str
+        Names in `providers.ALL`. The peers of one workload are measured one after the other.
+    directions : tuple of str
+    shown : tuple of Quantity
+    """
+
+    device: str
+    method: str
+    workloads: list[Workload]
+    providers: tuple[str, ...]
+    directions: tuple[str, ...] = ("forward", "backward")
+    shown: tuple[Quantity, ...] = (SPEED,)
+
+
+SUITES = {
+    "float32": Suite("cuda", "time", workloads.FLOAT32, ("cuflash", "plain", "efficient")),
+    "float64": Suite("cuda", "time", workloads.FLOAT64, ("cuflash", "plain")),
+    "papers": Suite("cuda", "time", workloads.PAPERS, ("cuflash", "plain", "cudnn", "fa2")),
+    "cpu": Suite(
+        "cpu", "process", workloads.CPU, ("cuflash", "plain", "sdpa"),
+        shown=(MILLISECONDS, MEMORY),
+    ),
+    "call": Suite(
+        "cuda", "call", workloads.CALL, ("cuflash", "cuflash-torch", "sdpa"),
+        directions=("call",), shown=(MICROSECONDS,),
+    ),
+    "memory": Suite(
+        "cuda", "peak", workloads.MEMORY, ("cuflash", "plain", "efficient"), shown=(MEMORY,)
+    ),
+    "smoke": Suite(
+        "cpu", "time", workloads.SMOKE, ("cuflash", "plain", "sdpa"), shown=(MILLISECONDS,)
+    ),
+}

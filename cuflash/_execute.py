@@ -1,0 +1,222 @@
+"""From arrays of any library to a checked problem, and on to NumPy or CUDA: decided once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import _explain, _interop, _launch, reference
+from cuflash._device import Device, device
+from cuflash._dropout import new_seed
+from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._errors import reject
+from cuflash._problem import Extras, Problem, checked_seed, describe
+
+
+class Gradients(NamedTuple):
+    """Gradients of one attention call; dbias and dsinks are None where not asked for or given.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Shape and dtype of q, k and v: dk and dv have `kv_heads` heads.
+    dbias : array or None
+        Shape and dtype of the bias, summed over the axes that were broadcast.
+    dsinks : array or None
+        Shape and dtype of the sinks.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: its problem, and its arrays with four axes, all on one device."""
+
+    problem: Problem
+    q: Any
+    k: Any
+    v: Any
+    extras: Extras
+    three_axes: bool
+    like: Any
+
+    @property
+    def on_gpu(self) -> bool:
+        return not isinstance(self.q, np.ndarray)
+
+    def taken(self, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Another array that belongs to the problem, checked, with its batch axis."""
+        array = _same_place(name, _interop.native(name, array), self.q)
+        if self.three_axes:
+            array = array[None]
+        if array.shape != shape:
+            wanted = shape[1:] if self.three_axes else shape
+            got = array.shape[1:] if self.three_axes else array.shape
+            raise reject(ValueError, f"{name} must have shape {wanted}", got)
+        if array.dtype != dtype:
+            raise reject(TypeError, f"{name} must have dtype {dtype.name}", array.dtype.name)
+        return array
+
+    def answer(self, array: Any) -> Any:
+        """The array as the caller expects it: in the library of q, with the axes of q."""
+        return _interop.answer(array[0] if self.three_axes else array, self.like)
+
+
+def _same_place(name: str, array: Any, q: Any) -> Any:
+    on_gpu = not isinstance(array, np.ndarray)
+    if on_gpu != (not isinstance(q, np.ndarray)) or (on_gpu and array.device != q.device):
+        where = f"CUDA device {array.device.id}" if on_gpu else "the CPU"
+        raise reject(ValueError, f"{name} must lie on the device of q", where)
+    return array
+
+
+def _signature(array: Any) -> tuple[tuple[int, ...], np.dtype]:
+    return array.shape, array.dtype
+
+
+def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
+    like, tensors = q, []
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        array = _interop.native(name, array)
+        tensors.append(_same_place(name, array, tensors[0]) if tensors else array)
+    three_axes = tensors[0].ndim == 3
+    if three_axes:
+        if tensors[1].ndim != 3 or tensors[2].ndim != 3:
+            shapes = tuple(array.shape for array in tensors)
+            raise reject(ValueError, "q, k and v must have the same number of axes", shapes)
+        tensors = [array[None] for array in tensors]
+    q, k, v = tensors
+
+    arrays = {}
+    for name in ("mask", "bias", "alibi_slopes", "sinks"):
+        if (array := options[name]) is not None:
+            arrays[name] = _same_place(name, _interop.native(name, array), q)
+    window = options["window"]
+    problem = describe(
+        _signature(q), _signature(k), _signature(v),
+        causal=options["causal"], window=tuple(window) if isinstance(window, list) else window,
+        softcap=options["softcap"], scale=options["scale"], dropout=options["dropout"],
+        **{name: _signature(array) for name, array in arrays.items()},
+    )  # fmt: skip
+    return _Call(problem, q, k, v, _extras(problem, arrays, options), three_axes, like)
+
+
+def _extras(problem: Problem, arrays: dict[str, Any], options: Mapping[str, Any]) -> Extras:
+    seed = options["seed"]
+    if seed is not None:
+        seed = checked_seed(seed)
+    elif problem.dropout:
+        seed = new_seed()
+    if not arrays:
+        return Extras(seed=seed or 0)
+    compute = ELEMENT_TYPES[problem.dtype].compute
+    for name, array in arrays.items():
+        if name in ("mask", "bias"):
+            arrays[name] = array[(None,) * (4 - array.ndim)]
+        else:
+            xp = _module(array)
+            shape = (problem.batch, problem.q_heads) if name == "alibi_slopes" else array.shape
+            arrays[name] = xp.ascontiguousarray(xp.broadcast_to(array, shape), dtype=compute)
+    return Extras(**arrays, seed=seed or 0)
+
+
+def _module(array: Any) -> ModuleType | Any:
+    return np if isinstance(array, np.ndarray) else _interop.cupy_module()
+
+
+def attention(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], return_lse: bool, out: Any
+) -> Any:
+    """The forward pass; `options` holds the keywords that both directions share."""
+    call = _prepare(q, k, v, options)
+    problem = call.problem
+    shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
+    target = None if out is None else _checked_out(call, out, shape)
+    run = _launch.attention if call.on_gpu else reference.attention
+    result, lse = run(problem, call.q, call.k, call.v, call.extras, target)
+    answer = call.answer(result) if out is None else out
+    return (answer, call.answer(lse)) if return_lse else answer
+
+
+def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
+    target = call.taken("out", out, shape, ELEMENT_TYPES[call.problem.dtype].numpy)
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError("out must be writeable. Got a read-only array.")
+    if any(n > 1 and stride == 0 for n, stride in zip(target.shape, target.strides)):
+        raise reject(ValueError, "out must not hold an element twice", target.strides)
+    inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras._asdict()}
+    for name, array in inputs.items():
+        if name != "seed" and array is not None and _interop.overlap(target, array):
+            raise reject(ValueError, "out must not share memory with an input", name)
+    return target
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, options: Mapping[str, Any],
+    dlse: Any, bias_grad: bool, deterministic: bool,
+) -> Gradients:  # fmt: skip
+    """The backward pass; `options` as in the forward pass."""
+    call = _prepare(q, k, v, options)
+    problem, bias = call.problem, call.extras.bias
+    if problem.dropout and options["seed"] is None:
+        raise reject(ValueError, "seed must be the forward pass's where dropout is not 0", None)
+    if bias_grad and bias is None:
+        raise reject(ValueError, "bias must be given where bias_grad is asked for", None)
+    element = ELEMENT_TYPES[problem.dtype]
+    shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
+    rows, compute = (problem.batch, problem.q_heads, problem.q_len), np.dtype(element.compute)
+    dout = call.taken("dout", dout, shape, element.numpy)
+    out = call.taken("out", out, shape, element.numpy)
+    lse = call.taken("lse", lse, rows, compute)
+    dlse = None if dlse is None else call.taken("dlse", dlse, rows, compute)
+
+    run = _launch.attention_backward if call.on_gpu else reference.attention_backward
+    dq, dk, dv, dbias, dsinks = run(
+        problem, dout, call.q, call.k, call.v, out, lse, call.extras, dlse, bias_grad, deterministic
+    )
+    if dbias is not None:
+        dbias = _interop.answer(dbias.reshape(options["bias"].shape), call.like)
+    if dsinks is not None:
+        given = _interop.native("sinks", options["sinks"]).dtype
+        dsinks = _interop.answer(dsinks.astype(given, copy=False), call.like)
+    return Gradients(*(call.answer(gradient) for gradient in (dq, dk, dv)), dbias, dsinks)
+
+
+def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, like: Any) -> Any:
+    """The keep mask, by NumPy or on the GPU of `like`."""
+    names = ("batch", "q_heads", "q_len", "kv_len")
+    for name, size in zip(names, sizes):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise reject(TypeError, f"{name} must be an integer", size)
+        if size < 0:
+            raise reject(ValueError, f"{name} must not be negative", size)
+    batch, heads, q_len, kv_len = map(int, sizes)
+    element = np.dtype(np.float32)
+    keys = ((batch, kv_len, heads, 1), element)
+    problem = describe(((batch, q_len, heads, 1), element), keys, keys, dropout=dropout)
+    seed = checked_seed(seed)
+    if getattr(like, "__name__", None) == "cupy":
+        return _launch.dropout_mask(problem, seed, like.cuda.Device().id)
+    if like is not None and _interop.is_cupy(like):
+        return _launch.dropout_mask(problem, seed, like.device.id)
+    return reference.dropout_mask(problem, seed)
+
+
+def explain(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], arch: int | None
+) -> _explain.Explanation:
+    """How a call would run, here or on a GPU of another architecture."""
+    call = _prepare(q, k, v, options)
+    if arch is not None:
+        return _explain.explain(call.problem, Device.of_arch(arch))
+    found = device(call.q.device.id) if call.on_gpu else None
+    return _explain.explain(call.problem, found)

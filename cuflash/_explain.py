@@ -1,0 +1,136 @@
+"""A call explained: which kernels, in what shape, and what they move through memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuflash import _compile, _plan
+from cuflash._device import Device
+from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._problem import Problem
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call runs. ``print`` it; the parts are there as attributes.
+
+    Attributes
+    ----------
+    problem : Problem
+        What is asked.
+    device : Device or None
+        The GPU; None on the CPU.
+    plans : tuple of Plan
+        The launches, the forward pass first, then the backward pass.
+    builds : tuple of Build
+        Registers and spills of each; empty where no compiler is installed.
+    """
+
+    problem: Problem
+    device: Device | None
+    plans: tuple[_plan.Plan, ...] = ()
+    builds: tuple[_compile.Build, ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        """Name of the forward kernel; "reference" is NumPy's."""
+        return self.plans[0].kernel if self.plans else "reference"
+
+    def __str__(self) -> str:
+        lines = [("problem", _sentence(self.problem))]
+        if self.device is None:
+            lines.append(("device", "CPU: cuflash.reference, tile by tile in NumPy"))
+        else:
+            lines.append(("device", f"{self.device.name}, sm_{self.device.arch}"))
+        for number, plan in enumerate(self.plans):
+            direction = {0: "forward", 1: "backward"}.get(number, "")
+            build = self.builds[number] if self.builds else None
+            lines += [(direction, plan.kernel), *(("", text) for text in _details(plan, build))]
+        lines += [("memory", text) for text in _traffic(self.problem, self.plans)]
+        return "\n".join(f"{label:9}{text}" for label, text in lines)
+
+
+def explain(problem: Problem, device: Device | None, vector: int = 16) -> Explanation:
+    """Plans a problem, and compiles the plans where a compiler is installed."""
+    if device is None:
+        return Explanation(problem, None)
+    size = ELEMENT_TYPES[problem.dtype].size
+    while vector > 1 and (
+        vector * size > 16 or problem.head_dim % vector or problem.value_dim % vector
+    ):
+        vector //= 2
+    forward = _plan.forward(problem, device, vector)
+    plans = (forward, *_plan.backward(problem, device, vector, False, None))
+    try:
+        builds = tuple(_compile.build(plan, device.arch) for plan in plans)
+    except ImportError:
+        builds = ()
+    return Explanation(problem, device, plans, builds)
+
+
+def _sentence(problem: Problem) -> str:
+    sizes = (
+        f"batch {problem.batch}, queries {problem.q_len}, keys {problem.kv_len}, "
+        f"heads {problem.q_heads}/{problem.kv_heads}, head_dim {problem.head_dim}"
+    )
+    if problem.value_dim != problem.head_dim:
+        sizes += f"/{problem.value_dim}"
+    features = [f"causal {problem.causal}"] if problem.causal else []
+    if problem.window != (None, None):
+        features.append(f"window {problem.window}")
+    features += [name for name in ("mask", "alibi", "sinks") if getattr(problem, name)]
+    features += ["bias"] if problem.bias else []
+    features += [f"softcap {problem.softcap:g}"] if problem.softcap else []
+    features += [f"dropout {problem.dropout:g}"] if problem.dropout else []
+    return ", ".join([sizes, problem.dtype, *features])
+
+
+def _details(plan: _plan.Plan, build: _compile.Build | None) -> list[str]:
+    names = dict(plan.constants)
+    launch = f"  grid {plan.grid:,} blocks of {plan.threads} threads"
+    if plan.shared_bytes:
+        launch += f", {plan.shared_bytes / 1024:.1f} KiB shared memory"
+    if build is not None:
+        spills = f"{build.spill_bytes} bytes spilled" if build.spill_bytes else "no spills"
+        launch += f", {build.registers} registers, {spills}"
+    if "BLOCK_M" not in names:
+        return [launch]
+    tile = f"  tile {names['BLOCK_M']} queries x {names['BLOCK_N']} keys"
+    return [f"{tile}, {names['VECTOR']} elements per access", launch]
+
+
+def _visible_share(problem: Problem) -> float:
+    """Share of the scores that causal masking and windows leave, estimated at 64 rows."""
+    if not problem.q_len or not problem.kv_len:
+        return 0.0
+    left, right = problem.band
+    seen, count = 0, min(64, problem.q_len)
+    for sample in range(count):
+        i = (2 * sample + 1) * problem.q_len // (2 * count) + problem.offset
+        first = 0 if left is None else max(0, i - left)
+        last = problem.kv_len - 1 if right is None else min(problem.kv_len - 1, i + right)
+        seen += max(0, last - first + 1)
+    return seen / (count * problem.kv_len)
+
+
+def _traffic(problem: Problem, plans: tuple[_plan.Plan, ...]) -> list[str]:
+    """Bytes between chip and memory in the forward pass, by the model of Dao et al. (2022)."""
+    element = ELEMENT_TYPES[problem.dtype]
+    heads = problem.batch * problem.q_heads
+    scores = heads * problem.q_len * problem.kv_len * element.size
+    widths = problem.head_dim + problem.value_dim
+    lse = heads * problem.q_len * element.compute_size
+    rows = heads * problem.q_len * widths * element.size + lse
+    keys = heads * problem.kv_len * widths * element.size
+    plain = 4 * scores + rows + keys  # scores and softmax written and read once each
+    block_m = int(plans[0].constant("BLOCK_M")) if plans else 256
+    passes = max(1.0, problem.q_len / block_m * _visible_share(problem))
+    tiled = rows + keys * passes
+    return [
+        f"forward moves {tiled / _MIB:,.1f} MiB (keys and values once per query tile); plain "
+        f"attention {plain / _MIB:,.1f} MiB, {plain / max(1, tiled):.1f} times as much",
+        f"beside its output it keeps {lse / _MIB:,.2f} MiB (lse); plain attention "
+        f"{scores / _MIB:,.1f} MiB",
+    ]

@@ -1,0 +1,135 @@
+"""Arrays of any library, in and out: NumPy and CuPy as they are, all others by DLPack.
+
+DLPack orders the work with the producer's stream on the way in and with the consumer's on the way
+out; in between everything runs on CuPy's current stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuflash._errors import reject
+
+_CPU_DEVICES = (1, 3)  # DLPack's kDLCPU and kDLCUDAHost
+_CUDA_DEVICES = (2, 13)  # kDLCUDA and kDLCUDAManaged
+
+
+def library(array: Any) -> str:
+    """Name of the top-level package that an array comes from."""
+    return type(array).__module__.partition(".")[0]
+
+
+def is_cupy(array: Any) -> bool:
+    """Whether this is a CuPy array, found out without importing CuPy."""
+    return library(array) == "cupy"
+
+
+def native(name: str, array: Any) -> Any:
+    """The array as a NumPy or CuPy array that shares its memory.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or lies on a device that is neither a CPU nor a CUDA GPU.
+    """
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        rule = f"{name} must be an array of NumPy, CuPy or a library with DLPack"
+        raise reject(TypeError, rule, type(array).__name__)
+    kind = array.__dlpack_device__()[0]
+    if kind in _CUDA_DEVICES:
+        return cupy_module().from_dlpack(array)
+    if kind not in _CPU_DEVICES:
+        raise reject(TypeError, f"{name} must lie on a CPU or a CUDA GPU", f"DLPack device {kind}")
+    return _from_cpu(name, array)
+
+
+def _from_cpu(name: str, array: Any) -> np.ndarray:
+    if str(array.dtype).rpartition(".")[2] != "bfloat16":
+        try:
+            return np.from_dlpack(array)
+        except RuntimeError as error:  # NumPy's answer to an element type that it lacks
+            raise reject(TypeError, f"{name} must have a dtype NumPy knows", array.dtype) from error
+    if library(array) == "torch":  # NumPy's DLPack has no bfloat16: it travels as integers
+        bits = np.from_dlpack(array.view(sys.modules["torch"].int16))
+        return bits.view(ml_dtypes.bfloat16)
+    return np.asarray(array)
+
+
+def answer(array: Any, like: Any) -> Any:
+    """A NumPy or CuPy array as one of the library that `like` comes from, without a copy.
+
+    Libraries that cannot be recognised get the NumPy or CuPy array itself.
+    """
+    name = library(like)
+    if array is None or isinstance(like, np.ndarray) or name == "cupy":
+        return array
+    on_cpu = isinstance(array, np.ndarray)
+    if name == "torch":
+        torch = sys.modules["torch"]
+        if on_cpu and array.dtype == ml_dtypes.bfloat16:
+            return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(array)
+    if name in ("jax", "jaxlib"):
+        import jax
+
+        return jax.numpy.asarray(array) if on_cpu else jax.dlpack.from_dlpack(array)
+    if name == "tensorflow":
+        return sys.modules["tensorflow"].experimental.dlpack.from_dlpack(array.__dlpack__())
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(array)
+    return array
+
+
+def cupy_module() -> Any:
+    """CuPy, or one sentence that says what is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "CUDA arrays need CuPy, which is not installed: "
+            'pip install "cuflash[cuda13]" (or cuda12, for an older driver).'
+        ) from error
+    return cupy
+
+
+def aligned(array: Any) -> Any:
+    """The CuPy array itself, or a copy of it if elements lie across their natural boundaries."""
+    size = array.dtype.itemsize
+    where = array.data.ptr
+    for stride in array.strides:
+        where |= stride
+    if where % size == 0 or array.size == 0:
+        return array
+    cupy = cupy_module()
+    octets = cupy.ndarray(
+        (*array.shape, size), np.uint8, array.data, strides=(*array.strides, 1)
+    )
+    return cupy.ascontiguousarray(octets).view(array.dtype)[..., 0]
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays of one device share memory."""
+    if isinstance(a, np.ndarray):
+        return np.shares_memory(a, b)
+    return np.shares_memory(_shadow(a), _shadow(b))
+
+
+def _shadow(array: Any) -> np.ndarray:
+    """A NumPy array with the address and strides of a CuPy array, never to be read."""
+
+    class Interface:
+        __array_interface__ = {
+            "data": (array.data.ptr, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "version": 3,
+        }
+
+    return np.asarray(Interface())

@@ -1,0 +1,375 @@
+"""How a GPU does a problem: kernel, tiles, grid and shared memory, as a pure function of integers.
+
+Everything that is chosen is chosen here. The tile tables are data; why an entry is what it is
+stands in ``benchmarks/NOTES.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuflash._device import Device
+from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._problem import Problem
+
+Constants = tuple[tuple[str, int | bool | str], ...]
+
+MAX_GRID = 2**31 - 1
+COLUMN_THREADS = 8  # THREADS_N of kernels/tile.cuh
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel launch.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel and of its file in ``kernels/``.
+    constants : tuple of (str, value)
+        Leading ``constexpr`` lines of the source.
+    grid, threads : int
+        Blocks, and threads of each. No blocks: there is nothing to launch.
+    shared_bytes : int
+        Dynamic shared memory of each block.
+    """
+
+    kernel: str
+    constants: Constants
+    grid: int
+    threads: int
+    shared_bytes: int = 0
+
+    def constant(self, name: str) -> int | bool | str:
+        """The value of one constant."""
+        return dict(self.constants)[name]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of one generic kernel's tile; names as the kernels' constants.
+
+    A thread owns `rows` x `columns` scores of a tile of threads_m * rows queries and
+    8 * columns keys.
+    """
+
+    threads_m: int
+    rows: int
+    columns: int
+    block_d: int
+    chunk: int  # values in a chunk of rows: BLOCK_K follows from its width
+    min_blocks: int
+    slices: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Queries in a tile."""
+        return self.threads_m * self.rows
+
+    @property
+    def block_n(self) -> int:
+        """Keys in a tile."""
+        return COLUMN_THREADS * self.columns
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tiles for widths up to `width`, in order of preference: the first that fits is taken.
+
+    `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
+    a mask, bias, ALiBi, softcap or dropout, whose code needs registers.
+    """
+
+    width: int
+    plain: tuple[Tile, ...]
+    rich: tuple[Tile, ...]
+
+
+# By compute type. The width is value_dim in the forward pass, the larger of head_dim and value_dim
+# in the backward pass.
+_FORWARD: dict[str, tuple[Entry, ...]] = {
+    "float32": (
+        Entry(64, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
+        Entry(128, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
+        Entry(
+            256,
+            (Tile(16, 4, 4, 32, 2048, 2), Tile(16, 2, 4, 32, 2048, 2)),
+            (Tile(16, 2, 4, 32, 2048, 2),),
+        ),
+        Entry(
+            512,
+            (Tile(16, 2, 4, 32, 2048, 2), Tile(16, 1, 4, 32, 2048, 2)),
+            (Tile(16, 1, 4, 32, 2048, 2),),
+        ),
+    ),
+    "float64": (
+        Entry(64, (Tile(16, 4, 4, 16, 1024, 2),), (Tile(16, 2, 4, 16, 1024, 2),)),
+        Entry(128, (Tile(16, 2, 4, 16, 1024, 2),), (Tile(16, 2, 4, 16, 1024, 2),)),
+        Entry(
+            256,
+            (Tile(16, 2, 4, 16, 1024, 2), Tile(16, 1, 4, 16, 1024, 2)),
+            (Tile(16, 1, 4, 16, 1024, 2),),
+        ),
+        Entry(
+            512,
+            (Tile(16, 1, 4, 16, 1024, 2), Tile(8, 1, 4, 16, 1024, 2)),
+            (Tile(16, 1, 4, 16, 1024, 2), Tile(8, 1, 4, 16, 1024, 2)),
+        ),
+    ),
+}
+_BACKWARD: dict[str, tuple[Entry, ...]] = {
+    "float32": (
+        Entry(64, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
+        Entry(128, (Tile(16, 4, 4, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
+        Entry(256, (Tile(16, 4, 4, 16, 2048, 2),), (Tile(16, 2, 4, 16, 2048, 2),)),
+        Entry(
+            512,
+            (Tile(16, 4, 4, 16, 2048, 2, slices=2),),
+            (Tile(16, 2, 4, 16, 2048, 2, slices=2),),
+        ),
+    ),
+    "float64": tuple(
+        Entry(
+            width,
+            (Tile(16, 2, 4, 16, 1024, 2, slices=slices),),
+            (Tile(16, 2, 4, 16, 1024, 2, slices=slices),),
+        )
+        for width, slices in ((64, 1), (128, 2), (256, 4), (512, 8))
+    ),
+}
+_QUERY = _BIAS = _BACKWARD
+
+
+def _round_up(x: int, unit: int) -> int:
+    return -(-x // unit) * unit
+
+
+class _Layout:
+    """Shared-memory sizes of a tile, in values; the kernels assert the same."""
+
+    def __init__(self, problem: Problem, tile: Tile) -> None:
+        element = ELEMENT_TYPES[problem.dtype]
+        self.value_bytes = element.compute_size
+        self.lanes = 16 // self.value_bytes
+        self.group = COLUMN_THREADS * self.lanes
+        self.tile = tile
+
+    def rows_of(self, width: int) -> int:
+        """Rows of a chunk of this width: a power of two that divides the tile."""
+        rows = self.lanes
+        while rows * 2 * width <= self.tile.chunk and rows * 2 <= min(16, self.tile.block_n):
+            rows *= 2
+        return rows
+
+    def slice_of(self, width: int) -> int:
+        return _round_up(width, self.group * self.tile.slices) // self.tile.slices
+
+    @property
+    def scores(self) -> int:
+        return self.tile.block_m * (self.tile.block_n + self.lanes)
+
+
+def _block_d(head_dim: int, greatest: int) -> int:
+    """Columns of a chunk: a multiple of 8 that wastes least, the greatest of those."""
+    sizes = range(greatest, 0, -8)
+    return min(sizes, key=lambda size: (_round_up(head_dim, size), -size))
+
+
+def _features(problem: Problem) -> list[tuple[str, int | bool | str]]:
+    left, right = problem.band
+    return [
+        ("HAS_LEFT", left is not None),
+        ("HAS_RIGHT", right is not None),
+        ("HAS_MASK", problem.mask),
+        ("HAS_BIAS", problem.bias is not None),
+        ("HAS_ALIBI", problem.alibi),
+        ("HAS_SOFTCAP", problem.softcap is not None),
+        ("HAS_DROPOUT", problem.dropout > 0),
+    ]
+
+
+def _types(problem: Problem) -> list[tuple[str, int | bool | str]]:
+    element = ELEMENT_TYPES[problem.dtype]
+    return [
+        ("Element", element.name),
+        ("Compute", element.compute),
+        ("BiasElement", problem.bias or element.compute),
+    ]
+
+
+def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[tuple[str, int | bool | str]]:
+    return [
+        *_types(problem),
+        ("HEAD_DIM", problem.head_dim),
+        ("VALUE_DIM", problem.value_dim),
+        ("BLOCK_M", tile.block_m),
+        ("BLOCK_N", tile.block_n),
+        ("THREADS_M", tile.threads_m),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("VECTOR", vector),
+        *_features(problem),
+    ]
+
+
+def _choose(table: dict[str, tuple[Entry, ...]], problem: Problem, width: int) -> tuple[Tile, ...]:
+    entry = next(e for e in table[ELEMENT_TYPES[problem.dtype].compute] if width <= e.width)
+    plain = _features(problem)[2:]
+    return entry.rich if any(value for _, value in plain) else entry.plain
+
+
+def _grid(blocks: int) -> int:
+    return min(blocks, MAX_GRID)
+
+
+def _tiled(
+    kernel: str, problem: Problem, tile: Tile, vector: int, blocks: int, values: int,
+    *constants: tuple[str, int | bool],
+) -> Plan:  # fmt: skip
+    shared = values * ELEMENT_TYPES[problem.dtype].compute_size
+    return Plan(
+        kernel,
+        (*_tile_constants(problem, tile, vector), *constants, ("SHARED_BYTES", shared)),
+        _grid(blocks), tile.threads_m * COLUMN_THREADS, shared,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def forward(problem: Problem, device: Device, vector: int) -> Plan:
+    """The forward pass.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    vector : int
+        Elements that one memory access may take, as far as the arrays' alignment goes.
+    """
+    plans = [
+        _forward_generic(problem, tile, vector)
+        for tile in _choose(_FORWARD, problem, problem.value_dim)
+    ]
+    return next((plan for plan in plans if plan.shared_bytes <= device.shared_bytes), plans[-1])
+
+
+def _forward_generic(problem: Problem, tile: Tile, vector: int) -> Plan:
+    layout = _Layout(problem, tile)
+    block_d = _block_d(problem.head_dim, tile.block_d)
+    value_width = _round_up(problem.value_dim, layout.group)
+    block_k = layout.rows_of(value_width)
+    query = tile.block_m * (_round_up(problem.head_dim, block_d) + layout.lanes)
+    ring = max(tile.block_n * (block_d + layout.lanes), block_k * value_width)
+    blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
+    return _tiled(
+        "attention_forward_generic", problem, tile, vector, blocks,
+        query + layout.scores + 2 * ring,
+        ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("HAS_SINKS", problem.sinks),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def backward(
+    problem: Problem, device: Device, vector: int, deterministic: bool,
+    bias_shape: tuple[int, ...] | None,
+) -> tuple[Plan, ...]:  # fmt: skip
+    """The launches of the backward pass, in order.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    vector : int
+        As in :func:`forward`.
+    deterministic : bool
+        Whether dq has a kernel of its own, with a fixed order of summation.
+    bias_shape : tuple of four int, optional
+        Shape of the bias, where its gradient is asked for.
+    """
+    plans = [_prepare(problem), _backward_keys(problem, vector, not deterministic)]
+    if deterministic:
+        plans.append(_backward_query(problem, vector))
+    elif ELEMENT_TYPES[problem.dtype].compute != problem.dtype:
+        plans.append(_convert(problem))
+    if bias_shape is not None:
+        plans.append(_backward_bias(problem, vector, bias_shape))
+    if problem.sinks:
+        plans.append(_flat("attention_backward_sinks", problem, problem.q_heads * 256, ()))
+    return tuple(plans)
+
+
+def _flat(
+    kernel: str, problem: Problem, threads: int, constants: tuple[tuple[str, int], ...]
+) -> Plan:
+    """A kernel of 256 threads a block without tiles, for so many threads."""
+    named = (*_types(problem), *constants, ("THREADS", 256))
+    return Plan(kernel, named, _grid(-(-threads // 256)), 256)
+
+
+def _prepare(problem: Problem) -> Plan:
+    threads = problem.batch * problem.q_heads * problem.q_len * 32
+    return _flat("attention_backward_prepare", problem, threads, (("VALUE_DIM", problem.value_dim),))
+
+
+def _convert(problem: Problem) -> Plan:
+    values = problem.batch * problem.q_len * problem.q_heads * problem.head_dim
+    return _flat("convert_dq", problem, values, (("HEAD_DIM", problem.head_dim),))
+
+
+def dropout_mask(problem: Problem) -> Plan:
+    """The kernel that writes the keep mask."""
+    scores = problem.batch * problem.q_heads * problem.q_len * problem.kv_len
+    return _flat("dropout_mask", problem, scores, ())
+
+
+def _score_ring(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """BLOCK_D and the values of one buffer of the products over rows."""
+    block_d = _block_d(max(problem.head_dim, problem.value_dim), tile.block_d)
+    lanes = 16 // ELEMENT_TYPES[problem.dtype].compute_size
+    return block_d, (tile.block_m + tile.block_n) * (block_d + lanes)
+
+
+def _backward_keys(problem: Problem, vector: int, add_dq: bool) -> Plan:
+    (tile,) = _choose(_BACKWARD, problem, max(problem.head_dim, problem.value_dim))
+    layout = _Layout(problem, tile)
+    block_d, score_ring = _score_ring(problem, tile)
+    head_slice = layout.slice_of(problem.head_dim)
+    widest = max(head_slice, layout.slice_of(problem.value_dim))
+    dq_columns = next(
+        width for width in range(min(64, head_slice), 0, -layout.group) if head_slice % width == 0
+    )
+    block_k = layout.rows_of(widest)
+    tiles = -(-problem.kv_len // tile.block_n) * problem.batch * problem.kv_heads
+    return _tiled(
+        "attention_backward_generic", problem, tile, vector, tiles * tile.slices,
+        2 * layout.scores + 2 * max(score_ring, block_k * widest),
+        ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("SLICES", tile.slices),
+        ("DQ_COLUMNS", dq_columns), ("ADD_DQ", add_dq),
+    )  # fmt: skip
+
+
+def _backward_query(problem: Problem, vector: int) -> Plan:
+    (tile,) = _choose(_QUERY, problem, max(problem.head_dim, problem.value_dim))
+    layout = _Layout(problem, tile)
+    block_d, score_ring = _score_ring(problem, tile)
+    width = layout.slice_of(problem.head_dim)
+    block_k = layout.rows_of(width)
+    tiles = -(-problem.q_len // tile.block_m) * problem.batch * problem.q_heads
+    return _tiled(
+        "attention_backward_query_generic", problem, tile, vector, tiles * tile.slices,
+        layout.scores + 2 * max(score_ring, block_k * width),
+        ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("SLICES", tile.slices),
+    )  # fmt: skip
+
+
+def _backward_bias(problem: Problem, vector: int, shape: tuple[int, ...]) -> Plan:
+    (tile,) = _choose(_BIAS, problem, max(problem.head_dim, problem.value_dim))
+    layout = _Layout(problem, tile)
+    block_d, score_ring = _score_ring(problem, tile)
+    batch, heads, queries, keys = shape
+    tiles = batch * heads * -(-queries // tile.block_m) * -(-keys // tile.block_n)
+    return _tiled(
+        "attention_backward_bias_generic", problem, tile, vector, tiles,
+        layout.scores + 2 * score_ring,
+        ("BLOCK_D", block_d), ("BLOCK_K", layout.lanes),
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""What is asked of one call: sizes and options, checked. Knows nothing of arrays or GPUs."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._errors import reject
+
+Signature = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype of an array."""
+
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem. Names and meaning as in :func:`cuflash.attention`."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    scale: float
+    causal: str | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    dropout: float = 0.0
+    mask: bool = False
+    bias: str | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        # Every call looks this value up in caches: its hash is computed once.
+        fields = tuple(self.__dict__.values())
+        object.__setattr__(self, "_hash", hash(fields))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def offset(self) -> int:
+        """Query i stands at key i + offset: of causal masks and windows."""
+        return 0 if self.causal == "top-left" else self.kv_len - self.q_len
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """How many keys left and right of key i + offset query i sees; None where all."""
+        left, right = self.window
+        if self.causal is not None:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
+    @property
+    def drop_below(self) -> int:
+        """Dropout drops where a random 32-bit word is below this."""
+        return min(round(self.dropout * 2**32), 2**32 - 1)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: some axis has length zero."""
+        return 0 in (self.batch, self.q_heads, self.q_len, self.kv_len)
+
+
+class Extras(NamedTuple):
+    """The arrays and numbers of a call beside q, k and v, as far as they are given.
+
+    Scores' arrays have four axes, those of length 1 broadcast; one number per head otherwise.
+    """
+
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    seed: int = 0
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, str)):
+        raise reject(TypeError, f"{name} must be a number", value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise reject(TypeError, f"{name} must be a number", value) from error
+    if not math.isfinite(number):
+        raise reject(ValueError, f"{name} must be finite", value)
+    return number
+
+
+def _alignment(causal: Any) -> str | None:
+    if isinstance(causal, str):
+        if causal not in ("bottom-right", "top-left"):
+            rule = 'causal must be True, False, "bottom-right" or "top-left"'
+            raise reject(ValueError, rule, causal)
+        return causal
+    if type(causal).__name__ not in ("bool", "bool_"):
+        raise reject(TypeError, "causal must be a boolean or the name of an alignment", causal)
+    return "bottom-right" if causal else None
+
+
+def _side(window: Any, side: Any) -> int | None:
+    if side is None:
+        return None
+    try:
+        count = operator.index(side)
+    except TypeError as error:
+        raise reject(TypeError, "window must hold integers or None", window) from error
+    if count < 0:
+        raise reject(ValueError, "window must not be negative (None leaves an end open)", window)
+    return count
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise reject(TypeError, "window must be a pair (left, right) or None", window)
+    return _side(window, window[0]), _side(window, window[1])
+
+
+def _check_tensors(tensors: dict[str, Signature]) -> None:
+    q, k, v = (tensors[name][0] for name in "qkv")
+    dtype = tensors["q"][1].name
+    for name, (shape, element) in tensors.items():
+        kind = element.name
+        if len(shape) != 4:
+            rule = f"{name} must have axes (batch, seq, heads, head_dim) or (seq, heads, head_dim)"
+            raise reject(ValueError, rule, shape)
+        if kind not in ELEMENT_TYPES:
+            rule = f"{name} must be float16, bfloat16, float32 or float64"
+            raise reject(TypeError, rule, kind)
+        if kind != dtype:
+            raise reject(TypeError, f"{name} must have the dtype of q, {dtype}", kind)
+        if not 1 <= shape[3] <= MAX_HEAD_DIM:
+            rule = f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}"
+            raise reject(ValueError, rule, shape)
+    if k[0] != q[0] or v[0] != q[0]:
+        raise reject(ValueError, "q, k and v must have the same batch", (q, k, v))
+    if k[1] != v[1]:
+        raise reject(ValueError, "k and v must have the same length", (k, v))
+    if k[2] != v[2]:
+        raise reject(ValueError, "k and v must have the same number of heads", (k, v))
+    if k[3] != q[3]:
+        raise reject(ValueError, "q and k must have the same head_dim", (q, k))
+    if q[2] and (not k[2] or q[2] % k[2]):
+        rule = "the heads of q must be a multiple of those of k and v"
+        raise reject(ValueError, rule, f"{q[2]} and {k[2]}")
+
+
+def _check_scores(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    fits = len(shape) <= 4 and all(
+        a in (1, b) for a, b in zip(shape[::-1], full[::-1])
+    )
+    if not fits:
+        rule = f"{name} must broadcast to (batch, q_heads, q_len, kv_len) = {full}"
+        raise reject(ValueError, rule, shape)
+
+
+def _check_heads(name: str, signature: Signature, allowed: tuple[tuple[int, ...], ...]) -> None:
+    shape, kind = signature[0], signature[1].name
+    if kind not in ELEMENT_TYPES:
+        raise reject(TypeError, f"{name} must have a floating-point dtype", kind)
+    if shape not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise reject(ValueError, f"{name} must have shape {names}", shape)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def describe(
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Signature | None = None,
+    bias: Signature | None = None,
+    alibi_slopes: Signature | None = None,
+    softcap: float | None = None,
+    sinks: Signature | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Problem:
+    """Checks one call and describes it; arrays are given by shape (four axes) and dtype."""
+    _check_tensors({"q": q, "k": k, "v": v})
+    (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, _) = q[0], k[0]
+    full = (batch, q_heads, q_len, kv_len)
+    if mask is not None:
+        if mask[1] != np.bool_:
+            raise reject(TypeError, "mask must be boolean, True where visible", mask[1].name)
+        _check_scores("mask", mask[0], full)
+    if bias is not None:
+        if bias[1].name not in ELEMENT_TYPES:
+            raise reject(TypeError, "bias must have a floating-point dtype", bias[1].name)
+        _check_scores("bias", bias[0], full)
+    if alibi_slopes is not None:
+        _check_heads("alibi_slopes", alibi_slopes, ((q_heads,), (batch, q_heads)))
+    if sinks is not None:
+        _check_heads("sinks", sinks, ((q_heads,),))
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if softcap <= 0:
+            raise reject(ValueError, "softcap must be positive", softcap)
+    dropout = _number("dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise reject(ValueError, "dropout must lie in [0, 1)", dropout)
+    return Problem(
+        batch, q_len, kv_len, q_heads, kv_heads, head_dim, v[0][3], q[1].name,
+        1 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
+        _alignment(causal), _window(window), softcap, dropout,
+        mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
+    )  # fmt: skip
+
+
+def checked_seed(seed: Any) -> int:
+    """The seed as an integer below 2^64."""
+    if isinstance(seed, bool):
+        raise reject(TypeError, "seed must be an integer", seed)
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise reject(TypeError, "seed must be an integer", seed) from error
+    if not 0 <= number < 2**64:
+        raise reject(ValueError, "seed must lie in [0, 2^64)", seed)
+    return number

@@ -1,0 +1,13 @@
+// dq summed in Compute (at p.delta, as large as dq, contiguous) to the element type, at p.dq.
+// Grid: one-dimensional, each thread takes values thread, + threads in the grid, ...
+// Constants: THREADS, HEAD_DIM.
+#include "params.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+convert_dq(const __grid_constant__ Params p) {
+    Element* dq = static_cast<Element*>(p.dq);
+    const int64 threads = static_cast<int64>(gridDim.x) * THREADS;
+    int64 at = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x;
+    for (; at < p.batch * p.q_len * p.q_heads * HEAD_DIM; at += threads)
+        dq[at] = convert<Element>(p.delta[at]);
+}

@@ -1,0 +1,40 @@
+// The one argument of every kernel, passed by value. cuflash/_params.py packs it in this order.
+// Strides count elements. Those of q, k, v and of what has their shapes are (batch, row, head,
+// channel); those of mask and bias are (batch, head, query, key), 0 on broadcast axes.
+#pragma once
+#include "types.cuh"
+
+struct Strides { int64 batch, row, head, channel; };
+struct ScoreStrides { int64 batch, head, query, key; };
+
+struct Params {
+    const Element* q;
+    const Element* k;
+    const Element* v;
+    Element* out;
+    Compute* lse;             // (batch, q_heads, q_len), contiguous
+    const Element* dout;
+    Compute* delta;           // like lse: rowsum(dout * out) - dlse
+    const Compute* dlse;      // like lse, or null
+    void* dq;                 // Element, or Compute where an accumulator is asked for
+    Element* dk;
+    Element* dv;
+    const unsigned char* mask;
+    const BiasElement* bias;
+    BiasElement* dbias;       // contiguous, of the bias's own shape
+    const Compute* alibi_slopes;   // (batch, q_heads)
+    const Compute* sinks;     // (q_heads)
+    Compute* dsinks;          // (q_heads)
+    uint64 seed;
+
+    int64 batch, q_len, kv_len, q_heads, kv_heads;
+    int64 offset;             // query i is aligned with key i + offset (bands)
+    int64 left, right;        // visible: -left <= j - (i + offset) <= right
+    int64 alibi_offset;       // |i + alibi_offset - j| is the distance of a pair
+    int64 bias_batch, bias_heads, bias_queries, bias_keys;   // the bias's own shape
+    Compute scale, softcap, keep_scale, unused;   // keep_scale = 1 / (1 - dropout)
+    uint64 drop_below;        // a score is dropped if its random word is below this
+    Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
+    Strides dq_strides, dk_strides, dv_strides;
+    ScoreStrides mask_strides, bias_strides;
+};

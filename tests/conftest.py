@@ -1,0 +1,54 @@
+"""Where the tests run: NumPy always, CuPy when there is a CUDA device that works."""
+
+import functools
+
+import numpy
+import pytest
+
+gpu = pytest.mark.gpu
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and CuPy")
+    config.addinivalue_line("markers", "slow: left out unless --slow is given")
+
+
+@functools.cache
+def cuda_problem():
+    """Return why no CUDA device can be used, or an empty string if one can."""
+    try:
+        import cupy
+
+        if cupy.cuda.runtime.getDeviceCount() < 1:
+            return "no CUDA device"
+        cupy.zeros(1).get()
+    except Exception as error:  # noqa: BLE001 - a missing wheel, driver or library all mean the same here
+        return f"no usable CUDA device ({type(error).__name__})"
+    return ""
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("slow; run with --slow")
+    if item.get_closest_marker("gpu") and cuda_problem():
+        pytest.skip(cuda_problem())
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=gpu)])
+def xp(request):
+    """The array library under test: the module numpy, or the module cupy."""
+    if request.param == "numpy":
+        return numpy
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def cupy():
+    """The module cupy, for tests that are marked gpu."""
+    return pytest.importorskip("cupy")
