@@ -81,6 +81,14 @@ def synchronize(device: str) -> None:
         cupy.cuda.Device().synchronize()
 
 
+def load_warning() -> str | None:
+    """Say that other programs keep the processor busy, where that is so."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 0.25 * cores:
+        return None
+    return f"load average {load:.1f} on {cores} cores: other programs disturb host times"
+
+
 def commit() -> str:
     """Ask git for the commit of this checkout; "unknown" where there is no git."""
     asked = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]

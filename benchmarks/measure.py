@@ -27,6 +27,7 @@ class Measurement:
     device_ms: float | None = None
     max_error: float | None = None
     peak_bytes: int | None = None
+    allowed_bytes: int | None = None
     kernel: str | None = None
     note: str | None = None
 
@@ -84,7 +85,8 @@ def measure(
         time = timing.host_time(case.call, lambda: machine.synchronize(device))
     elif method == "time":
         time = timing.device_time(case.call) if device == "cuda" else timing.clock_time(case.call)
-    return Measurement(time, error, peak, case.kernel, case.note)
+    allowed = None if peak is None else inputs.workload.allowed_bytes(direction)
+    return Measurement(time, error, peak, allowed, case.kernel, case.note)
 
 
 def _device_peak(provider: Provider, inputs: Inputs, loaded: Any, direction: str) -> int:
@@ -121,7 +123,7 @@ def measure_here(provider: Provider, workload: Workload, direction: str) -> Meas
         error = subject.error(case, result, direction)
         del result
         time = timing.clock_time(case.call)
-    return Measurement(time, error, peak, case.kernel, case.note)
+    return Measurement(time, error, peak, None, case.kernel, case.note)
 
 
 def measure_in_process(provider: str, workload: Workload, direction: str) -> Measurement:

@@ -51,13 +51,11 @@ def make_record(
     record["workload"] = record.pop("name")
     record["device_ms"] = _rounded(found.device_ms, 5)
     record["max_error"] = _rounded(found.max_error, 3)
-    record["tflops"] = record["gbps"] = record["allowed_bytes"] = None
+    record["tflops"] = record["gbps"] = None
     if found.device_ms and direction not in ("call", "compile"):
         seconds = found.device_ms * 1e-3
         record["tflops"] = _rounded(workload.flops(direction) / seconds * 1e-12, 4)
         record["gbps"] = _rounded(workload.bytes_moved(direction) / seconds * 1e-9, 4)
-    if found.peak_bytes is not None:
-        record["allowed_bytes"] = workload.allowed_bytes(direction)
     return {key: record[key] for key in KEYS}
 
 

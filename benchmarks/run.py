@@ -180,6 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     if reason:
         print(reason, file=sys.stderr)
         return 1
+    if machine.load_warning():
+        print(machine.load_warning(), flush=True)
     start = perf_counter()
     name = machine.machine_name(device)
     today = datetime.now(timezone.utc).date().isoformat()

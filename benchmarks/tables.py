@@ -35,6 +35,7 @@ def table(records: list[Record], quantity: Quantity) -> str:
     Ratios are turned so that above 1 is good for cuflash.
     """
     providers = ordered(r["provider"] for r in records)
+    providers.sort(key=lambda name: not name.startswith(SUBJECT))
     directions = ordered(r["direction"] for r in records)
     labels = _varying(records)
     contests = [(ours, peer) for ours in providers if ours.startswith(SUBJECT)
@@ -80,9 +81,10 @@ def ratio(
 
 
 def by_workload(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Group records by workload and dtype, in the order of their first appearance."""
+    """Group records by workload and dtype, sorted by head_dim, mask and length."""
     groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
+    sizes = ("head_dim", "causal", "kv_len", "q_len")
+    for record in sorted(records, key=lambda r: tuple(r[size] for size in sizes)):
         groups.setdefault((record["workload"], record["dtype"]), []).append(record)
     return groups
 

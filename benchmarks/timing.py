@@ -49,11 +49,12 @@ def _event_times(cuda: Any, call: Call, count: int) -> list[float]:
 def clock_time(call: Call, at_least: int = 3, patience_ms: float = 10_000.0) -> float:
     """Time a call that returns when its work is done, by the host's clock.
 
-    A call slower than `patience_ms` is repeated once only.
+    The first call must have been made. A call slower than `patience_ms` is timed once only.
     """
     estimate = _clock(call)
-    count = 1 if estimate > patience_ms else repeats(estimate, at_least)
-    return median(_clock(call) for _ in range(count))
+    if estimate > patience_ms:
+        return estimate
+    return median(_clock(call) for _ in range(repeats(estimate, at_least)))
 
 
 def _clock(call: Call) -> float:

@@ -109,7 +109,7 @@ def build(plan: Plan, arch: int) -> Build:
         log = compiler.getProgramLog(program)
         if _target(arch).startswith("compute"):
             return Build(compiler.getPTX(program))
-        code = compiler.getCUBIN(program)
+        code = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte, as if of a text
     finally:
         compiler.destroyProgram(program)
     usage = [tuple(map(int, found)) for found in _USAGE.findall(log)] or [(0, 0, 0)]

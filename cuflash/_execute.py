@@ -46,6 +46,7 @@ class _Call:
     k: Any
     v: Any
     extras: Extras
+    given: Mapping[str, Any]
     three_axes: bool
     like: Any
 
@@ -98,7 +99,8 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
 
     arrays = {}
     for name in ("mask", "bias", "alibi_slopes", "sinks"):
-        if (array := options[name]) is not None:
+        array = options[name]
+        if array is not None:
             arrays[name] = _same_place(name, _interop.native(name, array), q)
     window = options["window"]
     problem = describe(
@@ -107,7 +109,7 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
         softcap=options["softcap"], scale=options["scale"], dropout=options["dropout"],
         **{name: _signature(array) for name, array in arrays.items()},
     )  # fmt: skip
-    return _Call(problem, q, k, v, _extras(problem, arrays, options), three_axes, like)
+    return _Call(problem, q, k, v, _extras(problem, arrays, options), arrays, three_axes, like)
 
 
 def _extras(problem: Problem, arrays: dict[str, Any], options: Mapping[str, Any]) -> Extras:
@@ -119,14 +121,15 @@ def _extras(problem: Problem, arrays: dict[str, Any], options: Mapping[str, Any]
     if not arrays:
         return Extras(seed=seed or 0)
     compute = ELEMENT_TYPES[problem.dtype].compute
+    found = {}
     for name, array in arrays.items():
         if name in ("mask", "bias"):
-            arrays[name] = array[(None,) * (4 - array.ndim)]
+            found[name] = array[(None,) * (4 - array.ndim)]
         else:
             xp = _module(array)
             shape = (problem.batch, problem.q_heads) if name == "alibi_slopes" else array.shape
-            arrays[name] = xp.ascontiguousarray(xp.broadcast_to(array, shape), dtype=compute)
-    return Extras(**arrays, seed=seed or 0)
+            found[name] = xp.ascontiguousarray(xp.broadcast_to(array, shape), dtype=compute)
+    return Extras(**found, seed=seed or 0)
 
 
 def _module(array: Any) -> ModuleType | Any:
@@ -153,9 +156,9 @@ def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
         raise ValueError("out must be writeable. Got a read-only array.")
     if any(n > 1 and stride == 0 for n, stride in zip(target.shape, target.strides)):
         raise reject(ValueError, "out must not hold an element twice", target.strides)
-    inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras._asdict()}
+    inputs = {"q": call.q, "k": call.k, "v": call.v, **call.given}
     for name, array in inputs.items():
-        if name != "seed" and array is not None and _interop.overlap(target, array):
+        if _interop.overlap(target, array):
             raise reject(ValueError, "out must not share memory with an input", name)
     return target
 

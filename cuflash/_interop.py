@@ -50,11 +50,12 @@ def native(name: str, array: Any) -> Any:
 
 
 def _from_cpu(name: str, array: Any) -> np.ndarray:
-    if str(array.dtype).rpartition(".")[2] != "bfloat16":
+    dtype = str(getattr(array, "dtype", "unknown"))
+    if not dtype.endswith("bfloat16"):
         try:
             return np.from_dlpack(array)
         except RuntimeError as error:  # NumPy's answer to an element type that it lacks
-            raise reject(TypeError, f"{name} must have a dtype NumPy knows", array.dtype) from error
+            raise reject(TypeError, f"{name} must have a dtype that NumPy knows", dtype) from error
     if library(array) == "torch":  # NumPy's DLPack has no bfloat16: it travels as integers
         bits = np.from_dlpack(array.view(sys.modules["torch"].int16))
         return bits.view(ml_dtypes.bfloat16)

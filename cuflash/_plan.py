@@ -17,7 +17,6 @@ from cuflash._problem import Problem
 Constants = tuple[tuple[str, int | bool | str], ...]
 
 MAX_GRID = 2**31 - 1
-COLUMN_THREADS = 8  # THREADS_N of kernels/tile.cuh
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Tile:
     """Sizes of one generic kernel's tile; names as the kernels' constants.
 
     A thread owns `rows` x `columns` scores of a tile of threads_m * rows queries and
-    8 * columns keys.
+    threads_n * columns keys.
     """
 
     threads_m: int
@@ -61,6 +60,7 @@ class Tile:
     block_d: int
     chunk: int  # values in a chunk of rows: BLOCK_K follows from its width
     min_blocks: int
+    threads_n: int = 8
     slices: int = 1
 
     @property
@@ -71,7 +71,7 @@ class Tile:
     @property
     def block_n(self) -> int:
         """Keys in a tile."""
-        return COLUMN_THREADS * self.columns
+        return self.threads_n * self.columns
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Layout:
         element = ELEMENT_TYPES[problem.dtype]
         self.value_bytes = element.compute_size
         self.lanes = 16 // self.value_bytes
-        self.group = COLUMN_THREADS * self.lanes
+        self.group = tile.threads_n * self.lanes
         self.tile = tile
 
     def rows_of(self, width: int) -> int:
@@ -168,7 +168,7 @@ class _Layout:
 
     @property
     def scores(self) -> int:
-        return self.tile.block_m * (self.tile.block_n + self.lanes)
+        return self.tile.block_m * (self.tile.block_n + 2 * self.lanes)
 
 
 def _block_d(head_dim: int, greatest: int) -> int:
@@ -207,6 +207,7 @@ def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[tuple[str
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
         ("THREADS_M", tile.threads_m),
+        ("THREADS_N", tile.threads_n),
         ("MIN_BLOCKS", tile.min_blocks),
         ("VECTOR", vector),
         *_features(problem),
@@ -231,7 +232,7 @@ def _tiled(
     return Plan(
         kernel,
         (*_tile_constants(problem, tile, vector), *constants, ("SHARED_BYTES", shared)),
-        _grid(blocks), tile.threads_m * COLUMN_THREADS, shared,
+        _grid(blocks), tile.threads_m * tile.threads_n, shared,
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 // heads, query tiles and key tiles that share it.
 //   dbias = sum of p * (dp - D)  (names: attention_backward_generic.cu)
 //
-// Grid: one-dimensional over tiles of the bias. Threads: 8 x THREADS_M.
-// Shared memory, in Compute: sums [BLOCK_M][BLOCK_N + PAD], ring 2 x [SCORE_RING]
+// Grid: one-dimensional over tiles of the bias. Threads: THREADS_M x THREADS_N.
+// Shared memory, in Compute: sums [BLOCK_M][SCORE_STRIDE], ring 2 x [SCORE_RING]
 //
 // Constants beside those of recompute.cuh: HEAD_DIM, VALUE_DIM, MIN_BLOCKS.
 #include "recompute.cuh"

@@ -5,8 +5,8 @@
 // With scores s, logits l, p = exp(l - lse), D = rowsum(dout * out) - dlse:
 //   dv = p^T dout,  dp = dout v^T,  dl = p * (dp - D),  ds = dl * dl/ds,  dq = ds k,  dk = ds^T q
 //
-// Grid: one-dimensional over (key tile, kv head, batch, column slice). Threads: 8 x THREADS_M.
-// Shared memory, in Compute: probability and gradient [BLOCK_M][BLOCK_N + PAD], ring 2 x [RING]
+// Grid: one-dimensional over (key tile, kv head, batch, column slice). Threads: THREADS_M x THREADS_N.
+// Shared memory, in Compute: probability and gradient [BLOCK_M][SCORE_STRIDE], ring 2 x [RING]
 //
 // Constants beside those of scores.cuh and tile.cuh: HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_K (rows
 // in one chunk of the last three products), SLICES (blocks that share the columns of dk, dv, dq),

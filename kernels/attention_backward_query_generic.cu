@@ -2,8 +2,8 @@
 // BLOCK_M queries of one head and walks over the keys they see, always in the same order.
 //   dq = ds k  (names: attention_backward_generic.cu)
 //
-// Grid: one-dimensional over (query tile, head, batch, column slice). Threads: 8 x THREADS_M.
-// Shared memory, in Compute: gradient [BLOCK_M][BLOCK_N + PAD], ring 2 x [RING]
+// Grid: one-dimensional over (query tile, head, batch, column slice). Threads: THREADS_M x THREADS_N.
+// Shared memory, in Compute: gradient [BLOCK_M][SCORE_STRIDE], ring 2 x [RING]
 //
 // Constants beside those of recompute.cuh: HEAD_DIM, VALUE_DIM, SLICES, MIN_BLOCKS.
 #include "recompute.cuh"

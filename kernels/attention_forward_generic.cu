@@ -3,8 +3,8 @@
 // softmax: scores never leave the chip. Reference: cuflash/reference.py, the same in NumPy.
 //
 // Grid: one-dimensional, each block takes tiles blockIdx.x, + gridDim.x, ...; causal tiles with
-// most keys first. Threads: 8 x THREADS_M (tile.cuh). Shared memory, in Compute:
-//   query [BLOCK_M][HEAD_WIDTH + PAD], probability [BLOCK_M][BLOCK_N + PAD], ring 2 x [RING]
+// most keys first. Threads: THREADS_M x THREADS_N (tile.cuh). Shared memory, in Compute:
+//   query [BLOCK_M][HEAD_WIDTH + PAD], probability [BLOCK_M][SCORE_STRIDE], ring 2 x [RING]
 //
 // Constants beside those of scores.cuh and tile.cuh: HEAD_DIM, VALUE_DIM, BLOCK_D (columns of q
 // and k in one chunk), BLOCK_K (rows of v in one chunk), MIN_BLOCKS (per multiprocessor),
@@ -17,12 +17,11 @@ constexpr int HEAD_CHUNKS = HEAD_WIDTH / BLOCK_D;
 constexpr int VALUE_CHUNKS = BLOCK_N / BLOCK_K;
 constexpr int QUERY_STRIDE = HEAD_WIDTH + PAD;
 constexpr int KEY_STRIDE = BLOCK_D + PAD;
-constexpr int PROBABILITY_STRIDE = BLOCK_N + PAD;
 constexpr int KEY_CHUNK = BLOCK_N * KEY_STRIDE, VALUE_CHUNK = BLOCK_K * VALUE_WIDTH;
 constexpr int RING = KEY_CHUNK > VALUE_CHUNK ? KEY_CHUNK : VALUE_CHUNK;
 constexpr int OUT_COLUMNS = VALUE_WIDTH / THREADS_N;
 static_assert(BLOCK_N % BLOCK_K == 0, "chunks of v tile the keys");
-static_assert((BLOCK_M * (QUERY_STRIDE + PROBABILITY_STRIDE) + 2 * RING) * sizeof(Compute) ==
+static_assert((BLOCK_M * (QUERY_STRIDE + SCORE_STRIDE) + 2 * RING) * sizeof(Compute) ==
                   SHARED_BYTES, "the plan counts shared memory as the kernel does");
 
 // Running maximum, sum and unnormalised output of the thread's rows; `sum` is the thread's share.
@@ -33,7 +32,7 @@ struct State {
 __device__ __forceinline__ Compute row_maximum(Compute x) {
     for (int lane = 1; lane < THREADS_N; lane *= 2) {
         Compute other = __shfl_xor_sync(~0u, x, lane);
-        x = other > x ? other : x;
+        x = larger(x, other);
     }
     return x;
 }
@@ -53,7 +52,7 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t,
     for (int r = 0; r < ROWS; ++r) {
         Compute largest = state.maximum[r];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) largest = s[r][c] > largest ? s[r][c] : largest;
+        for (int c = 0; c < COLUMNS; ++c) largest = larger(largest, s[r][c]);
         largest = row_maximum(largest);
         Compute safe = largest == -infinity<Compute>() ? 0 : largest;
         Compute shrink = exp_of(state.maximum[r] - safe);
@@ -62,7 +61,7 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t,
 #pragma unroll
         for (int c = 0; c < OUT_COLUMNS; ++c) state.out[r][c] *= shrink;
 
-        Compute* row = probability + (thread_row() + r * THREADS_M) * PROBABILITY_STRIDE;
+        Compute* row = probability + (thread_row() + r * THREADS_M) * SCORE_STRIDE;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             Compute weight = exp_of(s[r][c] - safe);
@@ -83,8 +82,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
         int row = thread_row() + r * THREADS_M;
         Compute sum = row_sum(state.sum[r]), largest = state.maximum[r], factor = 1;
         if constexpr (HAS_SINKS) {
-            Compute sink = p.sinks[t.h];
-            Compute top = sink > largest ? sink : largest;
+            Compute sink = p.sinks[t.h], top = larger(largest, sink);
             Compute safe = top == -infinity<Compute>() ? 0 : top;
             factor = exp_of(largest - safe);
             sum = sum * factor + exp_of(sink - safe);
@@ -115,7 +113,7 @@ attention_forward_generic(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Compute* query = reinterpret_cast<Compute*>(shared);
     Compute* probability = query + BLOCK_M * QUERY_STRIDE;
-    Ring<RING> ring{probability + BLOCK_M * PROBABILITY_STRIDE, 0};
+    Ring<RING> ring{probability + BLOCK_M * SCORE_STRIDE, 0};
 
     const int64 row_tiles = (p.q_len + BLOCK_M - 1) / BLOCK_M, heads = p.batch * p.q_heads;
     for (int64 tile = blockIdx.x; tile < row_tiles * heads; tile += gridDim.x) {
@@ -196,10 +194,10 @@ attention_forward_generic(const __grid_constant__ Params p) {
                 else if (next < range.end) fetch_keys(next, 0);
                 const Compute* weights = probability + chunk * BLOCK_K;
                 if (guarded)
-                    multiply<false, true, BLOCK_K, PROBABILITY_STRIDE, VALUE_WIDTH>(
+                    multiply<false, true, BLOCK_K, SCORE_STRIDE, VALUE_WIDTH>(
                         state.out, weights, buffer);
                 else
-                    multiply<false, false, BLOCK_K, PROBABILITY_STRIDE, VALUE_WIDTH>(
+                    multiply<false, false, BLOCK_K, SCORE_STRIDE, VALUE_WIDTH>(
                         state.out, weights, buffer);
             }
             n = next;

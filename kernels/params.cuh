@@ -32,7 +32,8 @@ struct Params {
     int64 left, right;        // visible: -left <= j - (i + offset) <= right
     int64 alibi_offset;       // |i + alibi_offset - j| is the distance of a pair
     int64 bias_batch, bias_heads, bias_queries, bias_keys;   // the bias's own shape
-    Compute scale, softcap, keep_scale, unused;   // keep_scale = 1 / (1 - dropout)
+    Compute scale, softcap;
+    Compute keep_scale, unused;   // keep_scale = 1 / (1 - dropout)
     uint64 drop_below;        // a score is dropped if its random word is below this
     Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
     Strides dq_strides, dk_strides, dv_strides;

@@ -7,7 +7,6 @@
 #include "scores.cuh"
 
 constexpr int CHUNK_STRIDE = BLOCK_D + PAD;
-constexpr int SCORE_STRIDE = BLOCK_N + PAD;
 constexpr int SCORE_RING = (BLOCK_M + BLOCK_N) * CHUNK_STRIDE;
 
 // Rows [first, length) of one head of a tensor.

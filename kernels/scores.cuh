@@ -10,7 +10,9 @@
 constexpr int ROWS = BLOCK_M / THREADS_M;      // scores of one thread
 constexpr int COLUMNS = BLOCK_N / THREADS_N;
 static_assert(ROWS * COLUMNS <= 64, "visible_bits holds 64 scores");
-static_assert(BLOCK_N % 16 == 0, "random words are shared within 16 keys");
+constexpr int SCORE_STRIDE = BLOCK_N + 2 * PAD;   // of tiles of scores in shared memory
+static_assert(!HAS_DROPOUT || (THREADS_N == 8 && BLOCK_N % 16 == 0),
+              "a thread takes two of the random words that four keys share");
 
 // Whether a pair within the sequences can be hidden (an infinite bias hides too).
 constexpr bool CAN_HIDE = HAS_LEFT || HAS_RIGHT || HAS_MASK || HAS_BIAS;
@@ -88,24 +90,26 @@ __device__ __forceinline__ uint64 visible_bits(const Params& p, const ScoreTile&
     return bits;
 }
 
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
-__device__ __forceinline__ float exp_of(float x) {
+__device__ __forceinline__ float exp_of(float x) {   // weights below 2^-126 become 0
     float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
     return y;
 }
 
-// The logit of the thread's score (r, c), from <q, k>. `slope` becomes its derivative, without the
-// scale.
+// The logit of the thread's score (r, c) from <q, k>. `slope` becomes its derivative by the
+// scaled product.
 __device__ __forceinline__ Compute logit(const Params& p, const ScoreTile& t, int r, int c,
                                          Compute product, Compute& slope) {
+    slope = 1;
     int row = thread_row() + r * THREADS_M, column = thread_column() + c * THREADS_N;
     Compute s = product * p.scale;
-    slope = 1;
     if constexpr (HAS_SOFTCAP) {
         Compute bent = tanh_of(s / p.softcap);
         slope = 1 - bent * bent;
@@ -128,14 +132,17 @@ __device__ __forceinline__ Compute logit(const Params& p, const ScoreTile& t, in
 // Turns the thread's products into logits, -inf where hidden.
 __device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, uint64 visible,
                                           Compute (&s)[ROWS][COLUMNS]) {
+    Compute slope;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            Compute slope;
-            s[r][c] = logit(p, t, r, c, s[r][c], slope);
+        for (int c = 0; c < COLUMNS; ++c) s[r][c] = logit(p, t, r, c, s[r][c], slope);
+    if (t.whole()) return;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
             if (!(visible >> (r * COLUMNS + c) & 1)) s[r][c] = -infinity<Compute>();
-        }
 }
 
 // Bit r * COLUMNS + c: dropout keeps the thread's score (r, c).

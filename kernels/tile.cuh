@@ -1,15 +1,16 @@
-// Tiles of the generic kernels: 8 x THREADS_M threads hold a tile of BLOCK_M x BLOCK_N scores.
-// Thread (ty, tx) owns rows ty + THREADS_M * r and columns tx + 8 * c, so a row lives in 8 lanes
-// of one warp. Operands pass through registers into shared memory as Compute, in chunks.
+// Tiles of the generic kernels: THREADS_M x THREADS_N threads hold BLOCK_M x BLOCK_N scores.
+// Thread (ty, tx) owns rows ty + THREADS_M * r and columns tx + THREADS_N * c, so a row lives in
+// THREADS_N lanes of one warp. Operands pass through registers into shared memory as Compute, in
+// chunks.
 //
-// Constants: THREADS_M, VECTOR (elements per global access).
+// Constants: THREADS_M, THREADS_N, VECTOR (elements per global access).
 #pragma once
 #include "types.cuh"
 
-constexpr int THREADS_N = 8;
 constexpr int THREADS = THREADS_M * THREADS_N;
 constexpr int LANES = 16 / sizeof(Compute);   // Compute values in 16 bytes
 constexpr int PAD = LANES;                    // keeps rows of shared memory in different banks
+static_assert(32 % THREADS_N == 0, "a row lives in one warp");
 constexpr int COLUMN_GROUP = THREADS_N * LANES;
 
 __device__ __forceinline__ int thread_row() { return threadIdx.x / THREADS_N; }

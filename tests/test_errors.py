@@ -194,3 +194,9 @@ def test_dropout_mask_arguments(kind, arguments, name):
     with pytest.raises(kind) as error:
         cuflash.dropout_mask(*arguments)
     check_message(error, name)
+
+
+def test_a_mask_like_nothing_known():
+    """B38: a parameter that cannot take effect raises."""
+    with pytest.raises((TypeError, ValueError), match="like"):
+        cuflash.dropout_mask(1, 1, 2, 2, 0.5, 3, like="cuda")

@@ -67,6 +67,17 @@ def test_b9_probabilities_never_exceed_one(xp, deterministic):
     assert (abs(wide(got.dv)) <= bound * 1.00001).all()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_b9_an_lse_that_was_rounded_down(xp, deterministic):
+    """Large scores leave lse coarse; p = exp(s - lse) must stay at 1 where it should be 1."""
+    one = constant(xp, [3])
+    out, lse = cuflash.attention(one, one, one, return_lse=True)
+    got = cuflash.attention_backward(one, one, one, one, out, lse - 2,
+                                     deterministic=deterministic)
+    np.testing.assert_allclose(wide(got.dv), 3, rtol=1e-6)
+    assert abs(wide(got.dq)).max() < 1e-4
+
+
 def test_b10_float16_product_beyond_65504(xp):
     q, k = constant(xp, [80], 128, "float16"), constant(xp, [80, 80], 128, "float16")
     out = cuflash.attention(q, k, constant(xp, [0, 1], 128, "float16"))
@@ -162,6 +173,24 @@ def test_b14_a_row_hidden_by_its_mask(xp):
     assert same_bits(get(out)[:, seen], get(full)[:, seen])
     assert same_bits(get(got.dq)[:, seen], get(right.dq)[:, seen])
     assert np.isfinite(wide(got.dk)).all() and np.isfinite(wide(got.dv)).all()
+
+
+@pytest.mark.parametrize("form", ["mask", "causal"])
+def test_b14_nan_in_a_row_that_sees_nothing(xp, form):
+    shapes = dict.fromkeys(("q", "dout"), (1, 70, 1, 16)) | dict.fromkeys("kv", (1, 40, 1, 16))
+    inputs = draw(shapes, np.float32)
+    options = {"causal": True} if form == "causal" else {
+        "mask": xp.asarray(np.arange(70)[:, None] >= 30)}
+    results = []
+    for value in (0, np.nan):
+        inputs["q"][:, :30], inputs["dout"][:, :30] = value, value
+        q, dout, k, v = (put(xp, array.copy()) for array in inputs.values())
+        out, lse = cuflash.attention(q, k, v, **options, return_lse=True)
+        got = cuflash.attention_backward(dout, q, k, v, out, lse, **options, deterministic=True)
+        assert not wide(out)[:, :30].any() and not wide(got.dq)[:, :30].any()
+        results.append((out, lse, *got[:3]))
+    for left, right in zip(*results, strict=True):
+        assert same_bits(left, right)
 
 
 def test_b15_a_row_of_the_lowest_bias_is_data(xp):

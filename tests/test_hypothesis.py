@@ -3,6 +3,7 @@
 import budget
 import hypothesis
 import numpy as np
+import pytest
 from arrays import DTYPES
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ HEAD_DIMS = [1, 3, 8, 16, 17, 40]
 
 
 @st.composite
-def sizes(draw):
+def sizes(draw, head_dims):
     """Return batch, q_len, kv_len, q_heads, kv_heads, head_dim and value_dim."""
     kv_heads = draw(st.integers(1, 3))
     return {
@@ -25,8 +26,8 @@ def sizes(draw):
         "kv_len": draw(st.integers(1, 40)),
         "q_heads": kv_heads * draw(st.integers(1, 3)),
         "kv_heads": kv_heads,
-        "head_dim": draw(st.sampled_from(HEAD_DIMS)),
-        "value_dim": draw(st.sampled_from(HEAD_DIMS)),
+        "head_dim": draw(st.sampled_from(head_dims)),
+        "value_dim": draw(st.sampled_from(head_dims)),
     }
 
 
@@ -81,9 +82,9 @@ def options(draw, size, rng, dtype):
 
 
 @st.composite
-def calls(draw):
+def calls(draw, dtypes=tuple(DTYPES), head_dims=HEAD_DIMS, options=options):
     """Return the inputs and options of one call, as NumPy arrays."""
-    size, dtype = draw(sizes()), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    size, dtype = draw(sizes(head_dims)), DTYPES[draw(st.sampled_from(dtypes))]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     queries = (size["batch"], size["q_len"], size["q_heads"])
     keys = (size["batch"], size["kv_len"], size["kv_heads"])
@@ -100,6 +101,52 @@ def calls(draw):
     wide = np.float64 if dtype == np.float64 else np.float32
     inputs["dlse"] = rng.standard_normal(np.take(queries, [0, 2, 1])).astype(wide)
     return inputs, draw(options(size, rng, dtype))
+
+
+@st.composite
+def all_options(draw, size, rng, dtype):
+    """Return a fixed set of options, so that a GPU compiles few kernels, with any values."""
+    return {
+        "causal": True,
+        "window": (draw(st.integers(0, 45)), None),
+        "mask": strided(draw, rng.random(broadcastable(draw, size)) < 0.8),
+        "bias": strided(draw, rng.standard_normal(broadcastable(draw, size)).astype(dtype)),
+        "softcap": 2.0,
+        "sinks": rng.standard_normal(size["q_heads"]).astype(np.float32),
+        "dropout": 0.2,
+        "seed": draw(st.integers(0, 2**64 - 1)),
+    }
+
+
+def views_on_gpu(cupy, array):
+    """Return a CuPy array whose layout is like a NumPy array's: order, signs and gaps."""
+    if not isinstance(array, np.ndarray):
+        return array
+    order = np.argsort([-abs(stride) for stride in array.strides], kind="stable")
+    there = cupy.asarray(np.ascontiguousarray(array.transpose(order)))
+    if array.itemsize not in map(abs, array.strides):
+        there = cupy.repeat(there, 2, axis=-1)[..., ::2]
+    there = there.transpose(tuple(np.argsort(order).tolist()))
+    for axis, stride in enumerate(array.strides):
+        if stride < 0:
+            there = cupy.flip(cupy.flip(there, axis).copy(), axis)
+    return there
+
+
+@pytest.mark.gpu
+@SETTINGS
+@hypothesis.given(calls(("float16",), [16], lambda size, rng, dtype: st.just({})))
+def test_any_layout_on_the_gpu(call):
+    inputs, chosen = call
+    budget.check_call(pytest.importorskip("cupy"), inputs, chosen, place=views_on_gpu)
+
+
+@pytest.mark.gpu
+@SETTINGS
+@hypothesis.given(calls(("float32",), [16], all_options))
+def test_all_options_on_the_gpu(call):
+    inputs, chosen = call
+    budget.check_call(pytest.importorskip("cupy"), inputs, chosen, place=views_on_gpu)
 
 
 @SETTINGS

@@ -81,9 +81,8 @@ def test_masks_and_biases_broadcast(xp, axes):
 
 
 @pytest.mark.parametrize(("dtype", "bias_dtype"), [
-    ("float32", "float16"), ("float32", "bfloat16"), ("float32", "float32"),
-    ("float32", "float64"), ("bfloat16", "float16"), ("bfloat16", "float32"),
-    ("float64", "float16")])  # fmt: skip
+    ("float32", "float16"), ("float32", "bfloat16"), ("float32", "float64"),
+    ("bfloat16", "float32"), ("float64", "float16")])  # fmt: skip
 def test_a_bias_of_any_float_dtype(xp, dtype, bias_dtype):
     inputs = {name: normal((1, 33, 2, 16), DTYPES[dtype], seed)
               for seed, name in enumerate(("q", "k", "v", "dout"))}
