@@ -64,7 +64,7 @@ class _Call:
             got = array.shape[1:] if self.three_axes else array.shape
             raise reject(ValueError, f"{name} must have shape {wanted}", got)
         if array.dtype != dtype:
-            raise reject(TypeError, f"{name} must have dtype {dtype.name}", array.dtype.name)
+            raise reject(TypeError, f"{name} must have dtype {dtype.name}", str(array.dtype))
         return array
 
     def answer(self, array: Any) -> Any:
@@ -102,10 +102,9 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
         array = options[name]
         if array is not None:
             arrays[name] = _same_place(name, _interop.native(name, array), q)
-    window = options["window"]
     problem = describe(
         _signature(q), _signature(k), _signature(v),
-        causal=options["causal"], window=tuple(window) if isinstance(window, list) else window,
+        causal=options["causal"], window=options["window"],
         softcap=options["softcap"], scale=options["scale"], dropout=options["dropout"],
         **{name: _signature(array) for name, array in arrays.items()},
     )  # fmt: skip
@@ -154,7 +153,7 @@ def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
     target = call.taken("out", out, shape, ELEMENT_TYPES[call.problem.dtype].numpy)
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError("out must be writeable. Got a read-only array.")
-    if any(n > 1 and stride == 0 for n, stride in zip(target.shape, target.strides)):
+    if _interop.repeats(target):
         raise reject(ValueError, "out must not hold an element twice", target.strides)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.given}
     for name, array in inputs.items():
@@ -209,9 +208,11 @@ def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, li
     seed = checked_seed(seed)
     if getattr(like, "__name__", None) == "cupy":
         return _launch.dropout_mask(problem, seed, like.cuda.Device().id)
-    if like is not None and _interop.is_cupy(like):
-        return _launch.dropout_mask(problem, seed, like.device.id)
-    return reference.dropout_mask(problem, seed)
+    if like is None or like is np or isinstance(like, np.ndarray):
+        return reference.dropout_mask(problem, seed)
+    if not _interop.is_cupy(like):
+        raise reject(TypeError, "like must be a NumPy or CuPy array, or one of the modules", like)
+    return _launch.dropout_mask(problem, seed, like.device.id)
 
 
 def explain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from cuflash import _compile, _plan
 from cuflash._device import Device
@@ -24,14 +25,19 @@ class Explanation:
         The GPU; None on the CPU.
     plans : tuple of Plan
         The launches, the forward pass first, then the backward pass.
-    builds : tuple of Build
-        Registers and spills of each; empty where no compiler is installed.
     """
 
     problem: Problem
     device: Device | None
     plans: tuple[_plan.Plan, ...] = ()
-    builds: tuple[_compile.Build, ...] = ()
+
+    @cached_property
+    def builds(self) -> tuple[_compile.Build, ...]:
+        """Registers and spills of each plan; empty where no compiler is installed."""
+        try:
+            return tuple(_compile.build(plan, self.device.arch) for plan in self.plans)
+        except ImportError:
+            return ()
 
     @property
     def kernel(self) -> str:
@@ -53,7 +59,7 @@ class Explanation:
 
 
 def explain(problem: Problem, device: Device | None, vector: int = 16) -> Explanation:
-    """Plans a problem, and compiles the plans where a compiler is installed."""
+    """Plans a problem for arrays whose rows are aligned."""
     if device is None:
         return Explanation(problem, None)
     size = ELEMENT_TYPES[problem.dtype].size
@@ -63,11 +69,7 @@ def explain(problem: Problem, device: Device | None, vector: int = 16) -> Explan
         vector //= 2
     forward = _plan.forward(problem, device, vector)
     plans = (forward, *_plan.backward(problem, device, vector, False, None))
-    try:
-        builds = tuple(_compile.build(plan, device.arch) for plan in plans)
-    except ImportError:
-        builds = ()
-    return Explanation(problem, device, plans, builds)
+    return Explanation(problem, device, plans)
 
 
 def _sentence(problem: Problem) -> str:

@@ -36,6 +36,8 @@ def native(name: str, array: Any) -> Any:
     TypeError
         If it is no array, or lies on a device that is neither a CPU nor a CUDA GPU.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise reject(TypeError, f"{name} must be a plain array (give mask=)", "a masked array")
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
@@ -112,6 +114,16 @@ def aligned(array: Any) -> Any:
         (*array.shape, size), np.uint8, array.data, strides=(*array.strides, 1)
     )
     return cupy.ascontiguousarray(octets).view(array.dtype)[..., 0]
+
+
+def repeats(array: Any) -> bool:
+    """Whether an element may stand at two places of the array, as in broadcast views."""
+    reach = array.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape) if n > 1):
+        if stride < reach:
+            return True
+        reach += stride * (length - 1)
+    return False
 
 
 def overlap(a: Any, b: Any) -> bool:

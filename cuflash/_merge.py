@@ -31,10 +31,10 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         total = sum(weights[1:], weights[0])
         lse = safe + xp.log(total)
         share = 1 / xp.where(total == 0, 1, total)
-        out = sum(
-            _rows(weight * share) * part.astype(lse.dtype)
-            for weight, part in zip(weights, outs)
-        )
+        out = xp.zeros(outs[0].shape, lse.dtype)
+        for weight, part in zip(weights, outs):
+            rows = _rows(weight * share)
+            out += xp.where(rows == 0, 0, rows * part)  # an empty part may hold anything
     return _interop.answer(out.astype(outs[0].dtype), like), _interop.answer(lse, like)
 
 

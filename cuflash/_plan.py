@@ -6,8 +6,8 @@ stands in ``benchmarks/NOTES.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuflash._device import Device
@@ -88,58 +88,50 @@ class Entry:
 
 
 # By compute type. The width is value_dim in the forward pass, the larger of head_dim and value_dim
-# in the backward pass.
+# in the backward pass. Measured on an H200 (benchmarks/NOTES.md); the last tiles of a row are for
+# GPUs with less shared memory.
+_T = Tile
 _FORWARD: dict[str, tuple[Entry, ...]] = {
     "float32": (
-        Entry(64, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
-        Entry(128, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
-        Entry(
-            256,
-            (Tile(16, 4, 4, 32, 2048, 2), Tile(16, 2, 4, 32, 2048, 2)),
-            (Tile(16, 2, 4, 32, 2048, 2),),
-        ),
-        Entry(
-            512,
-            (Tile(16, 2, 4, 32, 2048, 2), Tile(16, 1, 4, 32, 2048, 2)),
-            (Tile(16, 1, 4, 32, 2048, 2),),
-        ),
+        Entry(64, (_T(16, 8, 8, 32, 2048, 2), _T(16, 4, 8, 32, 2048, 2)),
+              (_T(16, 4, 4, 32, 2048, 2),)),
+        Entry(96, (_T(16, 4, 8, 32, 2048, 2),), (_T(16, 4, 4, 16, 2048, 2),)),
+        Entry(128, (_T(16, 8, 8, 16, 4096, 1, 16), _T(16, 4, 8, 32, 2048, 2)),
+              (_T(16, 4, 4, 16, 2048, 2),)),
+        Entry(256, (_T(32, 4, 8, 32, 2048, 1), _T(16, 2, 8, 32, 2048, 2)),
+              (_T(16, 2, 4, 16, 2048, 2),)),
+        Entry(512, (_T(16, 2, 4, 32, 2048, 1, 16),), (_T(16, 1, 4, 16, 2048, 2),)),
     ),
     "float64": (
-        Entry(64, (Tile(16, 4, 4, 16, 1024, 2),), (Tile(16, 2, 4, 16, 1024, 2),)),
-        Entry(128, (Tile(16, 2, 4, 16, 1024, 2),), (Tile(16, 2, 4, 16, 1024, 2),)),
-        Entry(
-            256,
-            (Tile(16, 2, 4, 16, 1024, 2), Tile(16, 1, 4, 16, 1024, 2)),
-            (Tile(16, 1, 4, 16, 1024, 2),),
-        ),
-        Entry(
-            512,
-            (Tile(16, 1, 4, 16, 1024, 2), Tile(8, 1, 4, 16, 1024, 2)),
-            (Tile(16, 1, 4, 16, 1024, 2), Tile(8, 1, 4, 16, 1024, 2)),
-        ),
+        Entry(64, (_T(16, 4, 4, 16, 1024, 2),), (_T(16, 2, 4, 16, 1024, 2),)),
+        Entry(128, (_T(16, 4, 4, 16, 1024, 1, 16), _T(16, 2, 4, 16, 1024, 2)),
+              (_T(16, 2, 2, 16, 1024, 2),)),
+        Entry(256, (_T(16, 2, 4, 16, 1024, 1, 16),), (_T(16, 1, 4, 16, 1024, 2),)),
+        Entry(512, (_T(16, 1, 4, 16, 1024, 1, 16),), (_T(16, 1, 4, 16, 1024, 1, 16),)),
     ),
-}
+}  # fmt: skip
 _BACKWARD: dict[str, tuple[Entry, ...]] = {
     "float32": (
-        Entry(64, (Tile(16, 4, 8, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
-        Entry(128, (Tile(16, 4, 4, 32, 2048, 2),), (Tile(16, 4, 4, 32, 2048, 2),)),
-        Entry(256, (Tile(16, 4, 4, 16, 2048, 2),), (Tile(16, 2, 4, 16, 2048, 2),)),
-        Entry(
-            512,
-            (Tile(16, 4, 4, 16, 2048, 2, slices=2),),
-            (Tile(16, 2, 4, 16, 2048, 2, slices=2),),
-        ),
+        Entry(64, (_T(16, 4, 8, 32, 4096, 2), _T(16, 4, 8, 16, 2048, 2)),
+              (_T(16, 4, 4, 32, 2048, 2),)),
+        Entry(96, (_T(16, 4, 4, 32, 2048, 2),), (_T(16, 4, 4, 16, 2048, 2),)),
+        Entry(128, (_T(16, 8, 4, 32, 4096, 1, 16), _T(16, 4, 4, 32, 2048, 2)),
+              (_T(16, 4, 4, 16, 2048, 2),)),
+        Entry(256, (_T(16, 4, 4, 32, 4096, 1, 16), _T(16, 4, 4, 16, 2048, 2)),
+              (_T(16, 2, 4, 16, 2048, 2, 8, 2),)),
+        Entry(512, (_T(16, 4, 4, 16, 4096, 1, 16, 2), _T(16, 4, 4, 16, 2048, 2, 8, 2)),
+              (_T(16, 2, 4, 16, 2048, 2, 8, 4),)),
     ),
     "float64": tuple(
-        Entry(
-            width,
-            (Tile(16, 2, 4, 16, 1024, 2, slices=slices),),
-            (Tile(16, 2, 4, 16, 1024, 2, slices=slices),),
-        )
-        for width, slices in ((64, 1), (128, 2), (256, 4), (512, 8))
+        Entry(width, (_T(16, 4, 4, 8, 1024, 1, 16, wide), _T(16, 2, 4, 16, 1024, 2, 8, slices)),
+              (_T(16, 2, 4, 16, 1024, 2, 8, slices),))
+        for width, wide, slices in ((64, 1, 1), (128, 1, 2), (256, 2, 4), (512, 4, 8))
     ),
-}
-_QUERY = _BIAS = _BACKWARD
+}  # fmt: skip
+
+# Bytes per thread that a generic kernel may spill: what it keeps there are addresses, written once
+# per tile outside of the products.
+SPILL_ALLOWANCE = 64
 
 
 def _round_up(x: int, unit: int) -> int:
@@ -214,10 +206,25 @@ def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[tuple[str
     ]
 
 
-def _choose(table: dict[str, tuple[Entry, ...]], problem: Problem, width: int) -> tuple[Tile, ...]:
+def _tiles(table: dict[str, tuple[Entry, ...]], problem: Problem, width: int) -> Iterator[Tile]:
+    """The tiles to try, the last one ever smaller."""
     entry = next(e for e in table[ELEMENT_TYPES[problem.dtype].compute] if width <= e.width)
-    plain = _features(problem)[2:]
-    return entry.rich if any(value for _, value in plain) else entry.plain
+    rich = any(value for _, value in _features(problem)[2:])
+    tiles = entry.rich if rich else entry.plain
+    yield from tiles
+    tile = tiles[-1]
+    while tile.rows > 1:
+        yield (tile := replace(tile, rows=tile.rows // 2))
+    yield replace(tile, threads_m=tile.threads_m // 2)
+
+
+def _fitting(plans: Iterator[Plan], device: Device) -> Plan:
+    for plan in plans:
+        if plan.shared_bytes <= device.shared_bytes:
+            return plan
+    raise RuntimeError(
+        f"{device.name} has too little shared memory, {device.shared_bytes} bytes, for {plan}."
+    )
 
 
 def _grid(blocks: int) -> int:
@@ -247,11 +254,8 @@ def forward(problem: Problem, device: Device, vector: int) -> Plan:
     vector : int
         Elements that one memory access may take, as far as the arrays' alignment goes.
     """
-    plans = [
-        _forward_generic(problem, tile, vector)
-        for tile in _choose(_FORWARD, problem, problem.value_dim)
-    ]
-    return next((plan for plan in plans if plan.shared_bytes <= device.shared_bytes), plans[-1])
+    tiles = _tiles(_FORWARD, problem, problem.value_dim)
+    return _fitting((_forward_generic(problem, tile, vector) for tile in tiles), device)
 
 
 def _forward_generic(problem: Problem, tile: Tile, vector: int) -> Plan:
@@ -287,13 +291,20 @@ def backward(
     bias_shape : tuple of four int, optional
         Shape of the bias, where its gradient is asked for.
     """
-    plans = [_prepare(problem), _backward_keys(problem, vector, not deterministic)]
+    def tiled(plan_of: Callable[[Tile], Plan]) -> Plan:
+        tiles = _tiles(_BACKWARD, problem, max(problem.head_dim, problem.value_dim))
+        return _fitting(map(plan_of, tiles), device)
+
+    plans = [
+        _prepare(problem),
+        tiled(lambda tile: _backward_keys(problem, tile, vector, not deterministic)),
+    ]
     if deterministic:
-        plans.append(_backward_query(problem, vector))
+        plans.append(tiled(lambda tile: _backward_query(problem, tile, vector)))
     elif ELEMENT_TYPES[problem.dtype].compute != problem.dtype:
         plans.append(_convert(problem))
     if bias_shape is not None:
-        plans.append(_backward_bias(problem, vector, bias_shape))
+        plans.append(tiled(lambda tile: _backward_bias(problem, tile, vector, bias_shape)))
     if problem.sinks:
         plans.append(_flat("attention_backward_sinks", problem, problem.q_heads * 256, ()))
     return tuple(plans)
@@ -330,8 +341,7 @@ def _score_ring(problem: Problem, tile: Tile) -> tuple[int, int]:
     return block_d, (tile.block_m + tile.block_n) * (block_d + lanes)
 
 
-def _backward_keys(problem: Problem, vector: int, add_dq: bool) -> Plan:
-    (tile,) = _choose(_BACKWARD, problem, max(problem.head_dim, problem.value_dim))
+def _backward_keys(problem: Problem, tile: Tile, vector: int, add_dq: bool) -> Plan:
     layout = _Layout(problem, tile)
     block_d, score_ring = _score_ring(problem, tile)
     head_slice = layout.slice_of(problem.head_dim)
@@ -349,8 +359,7 @@ def _backward_keys(problem: Problem, vector: int, add_dq: bool) -> Plan:
     )  # fmt: skip
 
 
-def _backward_query(problem: Problem, vector: int) -> Plan:
-    (tile,) = _choose(_QUERY, problem, max(problem.head_dim, problem.value_dim))
+def _backward_query(problem: Problem, tile: Tile, vector: int) -> Plan:
     layout = _Layout(problem, tile)
     block_d, score_ring = _score_ring(problem, tile)
     width = layout.slice_of(problem.head_dim)
@@ -363,8 +372,7 @@ def _backward_query(problem: Problem, vector: int) -> Plan:
     )  # fmt: skip
 
 
-def _backward_bias(problem: Problem, vector: int, shape: tuple[int, ...]) -> Plan:
-    (tile,) = _choose(_BIAS, problem, max(problem.head_dim, problem.value_dim))
+def _backward_bias(problem: Problem, tile: Tile, vector: int, shape: tuple[int, ...]) -> Plan:
     layout = _Layout(problem, tile)
     block_d, score_ring = _score_ring(problem, tile)
     batch, heads, queries, keys = shape

@@ -91,6 +91,8 @@ def _number(name: str, value: Any) -> float:
         raise reject(TypeError, f"{name} must be a number", value)
     try:
         number = float(value)
+    except OverflowError as error:
+        raise reject(ValueError, f"{name} must be finite", value) from error
     except (TypeError, ValueError) as error:
         raise reject(TypeError, f"{name} must be a number", value) from error
     if not math.isfinite(number):
@@ -124,7 +126,7 @@ def _side(window: Any, side: Any) -> int | None:
 def _window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
-    if not isinstance(window, tuple) or len(window) != 2:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise reject(TypeError, "window must be a pair (left, right) or None", window)
     return _side(window, window[0]), _side(window, window[1])
 
@@ -176,26 +178,50 @@ def _check_heads(name: str, signature: Signature, allowed: tuple[tuple[int, ...]
         raise reject(ValueError, f"{name} must have shape {names}", shape)
 
 
-@lru_cache(maxsize=4096, typed=True)
 def describe(
-    q: Signature,
-    k: Signature,
-    v: Signature,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Signature | None = None,
-    bias: Signature | None = None,
-    alibi_slopes: Signature | None = None,
-    softcap: float | None = None,
-    sinks: Signature | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Problem:
+    q: Signature, k: Signature, v: Signature, *,
+    causal: Any = False, window: Any = None, mask: Signature | None = None,
+    bias: Signature | None = None, alibi_slopes: Signature | None = None, softcap: Any = None,
+    sinks: Signature | None = None, scale: Any = None, dropout: Any = 0.0,
+) -> Problem:  # fmt: skip
     """Checks one call and describes it; arrays are given by shape (four axes) and dtype."""
+    return _describe(
+        q, k, v, mask, bias, alibi_slopes, sinks,
+        causal if causal is True or causal is False else _alignment(causal),
+        window if window is None else _window(window),
+        softcap if softcap is None else _number("softcap", softcap),
+        scale if scale is None else _number("scale", scale),
+        dropout if type(dropout) is float else _number("dropout", dropout),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _describe(
+    q: Signature, k: Signature, v: Signature, mask: Signature | None, bias: Signature | None,
+    alibi_slopes: Signature | None, sinks: Signature | None, causal: bool | str | None,
+    window: tuple[int | None, int | None] | None, softcap: float | None, scale: float | None,
+    dropout: float,
+) -> Problem:  # fmt: skip
+    """:func:`describe`, once for each set of options, which are hashable here."""
     _check_tensors({"q": q, "k": k, "v": v})
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, _) = q[0], k[0]
-    full = (batch, q_heads, q_len, kv_len)
+    _check_arrays(mask, bias, alibi_slopes, sinks, (batch, q_heads, q_len, kv_len))
+    if softcap is not None and softcap <= 0:
+        raise reject(ValueError, "softcap must be positive", softcap)
+    if not 0 <= dropout < 1:
+        raise reject(ValueError, "dropout must lie in [0, 1)", dropout)
+    return Problem(
+        batch, q_len, kv_len, q_heads, kv_heads, head_dim, v[0][3], q[1].name,
+        1 / math.sqrt(head_dim) if scale is None else scale,
+        _alignment(causal or False), window or (None, None), softcap, dropout,
+        mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
+    )  # fmt: skip
+
+
+def _check_arrays(
+    mask: Signature | None, bias: Signature | None, alibi_slopes: Signature | None,
+    sinks: Signature | None, full: tuple[int, ...],
+) -> None:  # fmt: skip
     if mask is not None:
         if mask[1] != np.bool_:
             raise reject(TypeError, "mask must be boolean, True where visible", mask[1].name)
@@ -205,22 +231,9 @@ def describe(
             raise reject(TypeError, "bias must have a floating-point dtype", bias[1].name)
         _check_scores("bias", bias[0], full)
     if alibi_slopes is not None:
-        _check_heads("alibi_slopes", alibi_slopes, ((q_heads,), (batch, q_heads)))
+        _check_heads("alibi_slopes", alibi_slopes, ((full[1],), full[:2]))
     if sinks is not None:
-        _check_heads("sinks", sinks, ((q_heads,),))
-    if softcap is not None:
-        softcap = _number("softcap", softcap)
-        if softcap <= 0:
-            raise reject(ValueError, "softcap must be positive", softcap)
-    dropout = _number("dropout", dropout)
-    if not 0 <= dropout < 1:
-        raise reject(ValueError, "dropout must lie in [0, 1)", dropout)
-    return Problem(
-        batch, q_len, kv_len, q_heads, kv_heads, head_dim, v[0][3], q[1].name,
-        1 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
-        _alignment(causal), _window(window), softcap, dropout,
-        mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
-    )  # fmt: skip
+        _check_heads("sinks", sinks, ((full[1],),))
 
 
 def checked_seed(seed: Any) -> int:

@@ -222,7 +222,7 @@ def _backward_head(
                 dp *= keep
             ds = np.subtract(dp, delta[i, None], out=dp)
             ds *= p
-            ds[hidden] = 0
+            ds[hidden] = 0  # whatever v, dout or a bent q k^T hold there
             if problem.dropout:
                 p *= keep
             if sum_dbias is not None:
@@ -230,7 +230,7 @@ def _backward_head(
                 axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
                 target += ds.sum(axis=axes, keepdims=True)
             if slope is not None:
-                ds *= slope
+                ds *= np.where(hidden, 0, slope)
             sum_dv[j] += _product(p.T, dout[i], hidden.T)
             sum_dk[j] += _product(ds.T, q[i], hidden.T) * scale
             dq[i] += _product(ds, k[j], hidden) * scale

@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const ScoreTile& t, int 
         for (int c = 0; c < DQ_WIDTH / THREADS_N; ++c) {
             int column = first + product_column(c);
             if (column < HEAD_DIM)
-                atomicAdd(dq + row * p.dq_strides.row + column * p.dq_strides.channel,
+                atomicAdd(dq + row * p.dq_strides.row + channel_offset(column, p.dq_strides.channel),
                           sum[r][c] * p.scale);
         }
     }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_keys(Element* target, const Strides& strid
         for (int c = 0; c < SLICE / THREADS_N; ++c) {
             int column = first + product_column(c);
             if (column < columns)
-                target[row * strides.row + column * strides.channel] =
+                target[row * strides.row + channel_offset(column, strides.channel)] =
                     convert<Element>(sum[r][c] * factor);
         }
     }

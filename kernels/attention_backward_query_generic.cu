@@ -58,7 +58,7 @@ attention_backward_query_generic(const __grid_constant__ Params p) {
             for (int c = 0; c < SLICE / THREADS_N; ++c) {
                 int column = first + product_column(c);
                 if (column < HEAD_DIM)
-                    target[row * p.dq_strides.row + column * p.dq_strides.channel] =
+                    target[row * p.dq_strides.row + channel_offset(column, p.dq_strides.channel)] =
                         convert<Element>(dq[r][c] * p.scale);
             }
         }

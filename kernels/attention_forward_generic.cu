@@ -29,19 +29,6 @@ struct State {
     Compute maximum[ROWS], sum[ROWS], out[ROWS][OUT_COLUMNS];
 };
 
-__device__ __forceinline__ Compute row_maximum(Compute x) {
-    for (int lane = 1; lane < THREADS_N; lane *= 2) {
-        Compute other = __shfl_xor_sync(~0u, x, lane);
-        x = larger(x, other);
-    }
-    return x;
-}
-
-__device__ __forceinline__ Compute row_sum(Compute x) {
-    for (int lane = 1; lane < THREADS_N; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
-
 // One step of the online softmax: takes in the logits s, leaves probabilities relative to the new
 // maximum in shared memory. An exact -0 there marks a hidden score.
 __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t,
@@ -53,7 +40,7 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t,
         Compute largest = state.maximum[r];
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) largest = larger(largest, s[r][c]);
-        largest = row_maximum(largest);
+        largest = over_row(largest, [](Compute x, Compute y) { return larger(x, y); });
         Compute safe = largest == -infinity<Compute>() ? 0 : largest;
         Compute shrink = exp_of(state.maximum[r] - safe);
         state.maximum[r] = largest;
@@ -80,7 +67,8 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         int row = thread_row() + r * THREADS_M;
-        Compute sum = row_sum(state.sum[r]), largest = state.maximum[r], factor = 1;
+        Compute sum = over_row(state.sum[r], [](Compute x, Compute y) { return x + y; });
+        Compute largest = state.maximum[r], factor = 1;
         if constexpr (HAS_SINKS) {
             Compute sink = p.sinks[t.h], top = larger(largest, sink);
             Compute safe = top == -infinity<Compute>() ? 0 : top;
@@ -103,7 +91,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
             for (int e = 0; e < WIDTH; ++e)
                 values.at[e] = convert<Element>(state.out[r][c + e] * factor);
             *reinterpret_cast<Vector<Element, WIDTH>*>(
-                out + row * p.out_strides.row + column * p.out_strides.channel) = values;
+                out + row * p.out_strides.row + channel_offset(column, p.out_strides.channel)) = values;
         }
     }
 }
@@ -131,7 +119,7 @@ attention_forward_generic(const __grid_constant__ Params p) {
         Chunk<BLOCK_K, VALUE_WIDTH> values;
         auto fetch_keys = [&](int64 n, int chunk) {
             int d = chunk * BLOCK_D;
-            keys.fetch(k + n * p.k_strides.row + d * p.k_strides.channel, p.k_strides.row,
+            keys.fetch(k + n * p.k_strides.row + channel_offset(d, p.k_strides.channel), p.k_strides.row,
                        p.k_strides.channel, p.kv_len - n, HEAD_DIM - d);
         };
         auto fetch_values = [&](int64 n) {
@@ -151,7 +139,7 @@ attention_forward_generic(const __grid_constant__ Params p) {
         __syncthreads();   // the tile before is done with shared memory
         for (int d = 0; d < HEAD_WIDTH; d += BLOCK_D) {
             Chunk<BLOCK_M, BLOCK_D> queries;
-            queries.fetch(q + m * p.q_strides.row + d * p.q_strides.channel, p.q_strides.row,
+            queries.fetch(q + m * p.q_strides.row + channel_offset(d, p.q_strides.channel), p.q_strides.row,
                           p.q_strides.channel, p.q_len - m, HEAD_DIM - d);
             queries.template store<QUERY_STRIDE>(query + d);
         }

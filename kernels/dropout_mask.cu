@@ -13,6 +13,6 @@ dropout_mask(const __grid_constant__ Params p) {
         const int64 j = at % p.kv_len, i = at / p.kv_len % p.q_len;
         const int64 head = at / p.kv_len / p.q_len;
         const Words words = random_words(p.seed, head / p.q_heads, head % p.q_heads, i, j);
-        kept[at] = words.at[word_index(j)] >= p.drop_below;
+        kept[at] = word_of(words, j) >= p.drop_below;
     }
 }

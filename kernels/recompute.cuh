@@ -24,8 +24,8 @@ struct Rows {
     template <int HEIGHT, int COLUMNS>
     __device__ __forceinline__ void fetch(Chunk<HEIGHT, COLUMNS>& chunk, int row,
                                           int column) const {
-        chunk.fetch(data + row * row_stride + column * channel_stride, row_stride, channel_stride,
-                    count - row, width - column);
+        chunk.fetch(data + row * row_stride + channel_offset(column, channel_stride), row_stride,
+                    channel_stride, count - row, width - column);
     }
 };
 

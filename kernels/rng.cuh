@@ -28,6 +28,6 @@ __device__ __forceinline__ Words random_words(uint64 seed, int64 b, int64 h, int
     uint32 group = static_cast<uint32>((j >> 4) * 4 + ((j & 7) >> 1));
     return philox(group, static_cast<uint32>(i), static_cast<uint32>(h), static_cast<uint32>(b), seed);
 }
-__device__ __forceinline__ int word_index(int64 j) {
-    return static_cast<int>((j & 1) | ((j >> 2) & 2));
+__device__ __forceinline__ uint32 word_of(const Words& words, int64 j) {
+    return j & 8 ? (j & 1 ? words.at[3] : words.at[2]) : (j & 1 ? words.at[1] : words.at[0]);
 }

@@ -11,8 +11,7 @@ constexpr int ROWS = BLOCK_M / THREADS_M;      // scores of one thread
 constexpr int COLUMNS = BLOCK_N / THREADS_N;
 static_assert(ROWS * COLUMNS <= 64, "visible_bits holds 64 scores");
 constexpr int SCORE_STRIDE = BLOCK_N + 2 * PAD;   // of tiles of scores in shared memory
-static_assert(!HAS_DROPOUT || (THREADS_N == 8 && BLOCK_N % 16 == 0),
-              "a thread takes two of the random words that four keys share");
+static_assert(BLOCK_N % 16 == 0, "random words are shared within 16 keys");
 
 // Whether a pair within the sequences can be hidden (an infinite bias hides too).
 constexpr bool CAN_HIDE = HAS_LEFT || HAS_RIGHT || HAS_MASK || HAS_BIAS;
@@ -148,18 +147,19 @@ __device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, u
 // Bit r * COLUMNS + c: dropout keeps the thread's score (r, c).
 __device__ __forceinline__ uint64 kept_bits(const Params& p, const ScoreTile& t) {
     if constexpr (!HAS_DROPOUT) return ~0ull;
-    const int odd = thread_column() & 1;   // of the key: words 0 and 2, or 1 and 3
+    constexpr int SHARING = THREADS_N == 8 ? 2 : 1;   // keys 8 apart share their random words
     uint64 bits = 0;
 #pragma unroll 1
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll 1
-        for (int c = 0; c < COLUMNS; c += 2) {   // columns 8 apart share their random words
+        for (int c = 0; c < COLUMNS; c += SHARING) {
             int64 i = t.m + thread_row() + r * THREADS_M;
-            Words words =
-                random_words(p.seed, t.b, t.h, i, t.n + thread_column() + c * THREADS_N);
-            uint64 first = (odd ? words.at[1] : words.at[0]) >= p.drop_below;
-            uint64 second = (odd ? words.at[3] : words.at[2]) >= p.drop_below;
-            bits |= (first | second << 1) << (r * COLUMNS + c);
+            int64 j = t.n + thread_column() + c * THREADS_N;
+            Words words = random_words(p.seed, t.b, t.h, i, j);
+            for (int next = 0; next < SHARING; ++next) {
+                uint64 keep = word_of(words, j + 8 * next) >= p.drop_below;
+                bits |= keep << (r * COLUMNS + c + next);
+            }
         }
     return bits;
 }

@@ -13,10 +13,31 @@ constexpr int PAD = LANES;                    // keeps rows of shared memory in 
 static_assert(32 % THREADS_N == 0, "a row lives in one warp");
 constexpr int COLUMN_GROUP = THREADS_N * LANES;
 
-__device__ __forceinline__ int thread_row() { return threadIdx.x / THREADS_N; }
-__device__ __forceinline__ int thread_column() { return threadIdx.x % THREADS_N; }
+// A quarter warp, whose 16-byte loads go out together, spans rows as well as columns: the loads of
+// both operands then repeat addresses, and take half the passes through shared memory.
+constexpr int WARP_ROWS = 32 / THREADS_N;
+__device__ __forceinline__ int thread_row() {
+    return threadIdx.x / 32 * WARP_ROWS + threadIdx.x / 2 % WARP_ROWS;
+}
+__device__ __forceinline__ int thread_column() {
+    return threadIdx.x % 2 + threadIdx.x % 32 / (2 * WARP_ROWS) * 2;
+}
+// Over the threads of a row: lanes that differ in bit 0 and in those above the row's bits.
+template <typename Combine>
+__device__ __forceinline__ Compute over_row(Compute x, Combine combine) {
+    x = combine(x, __shfl_xor_sync(~0u, x, 1));
+#pragma unroll
+    for (int lane = 2 * WARP_ROWS; lane < 32; lane *= 2)
+        x = combine(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
 
 __device__ constexpr int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
+
+// Offset of a channel: those of arrays that allow wide accesses lie side by side.
+__device__ __forceinline__ int64 channel_offset(int channel, int64 stride) {
+    return VECTOR > 1 ? channel : channel * stride;
+}
 
 // A block of ROWS x COLUMNS elements on its way from global to shared memory.
 template <int ROWS, int COLUMNS>
@@ -27,18 +48,32 @@ struct Chunk {
     static_assert(COLUMNS % VECTOR == 0, "an access must not straddle rows");
     Vector<Element, VECTOR> staged[PER_THREAD];
 
+    // Access a of a thread: rows THREADS / PER_ROW apart in one column where that divides evenly,
+    // so that addresses follow from the first by constant steps.
+    static constexpr bool EVEN = THREADS % PER_ROW == 0;
+    static __device__ __forceinline__ int row_of(int a) {
+        return EVEN ? threadIdx.x / PER_ROW + a * (THREADS / PER_ROW)
+                    : (threadIdx.x + a * THREADS) / PER_ROW;
+    }
+    static __device__ __forceinline__ int column_of(int a) {
+        return (threadIdx.x + (EVEN ? 0 : a * THREADS)) % PER_ROW * VECTOR;
+    }
+
     // Reads what lies within `rows` x `columns` and takes zero for the rest.
     __device__ __forceinline__ void fetch(const Element* source, int64 row_stride,
                                           int64 column_stride, int64 rows, int columns) {
+        const int height = rows < ROWS ? static_cast<int>(rows) : ROWS;
+        const Element* first =
+            source + row_of(0) * row_stride + channel_offset(column_of(0), column_stride);
 #pragma unroll
         for (int a = 0; a < PER_THREAD; ++a) {
-            int access = threadIdx.x + a * THREADS;
-            int row = access / PER_ROW, column = access % PER_ROW * VECTOR;
+            const int row = row_of(a), column = column_of(a);
+            const Element* from =
+                EVEN ? first : source + row * row_stride + channel_offset(column, column_stride);
             staged[a] = {};
-            if (access < ACCESSES && row < rows && column < columns) {
-                const Element* from = source + row * row_stride + column * column_stride;
+            if (row < height && column < columns)
                 staged[a] = *reinterpret_cast<const Vector<Element, VECTOR>*>(from);
-            }
+            first += THREADS / PER_ROW * row_stride;
         }
     }
 
@@ -48,9 +83,8 @@ struct Chunk {
         bool special = false;
 #pragma unroll
         for (int a = 0; a < PER_THREAD; ++a) {
-            int access = threadIdx.x + a * THREADS;
-            int row = access / PER_ROW, column = access % PER_ROW * VECTOR;
-            if (ACCESSES % THREADS != 0 && access >= ACCESSES) continue;
+            if (ACCESSES % THREADS != 0 && row_of(a) >= ROWS) continue;
+            Compute* to = target + row_of(a) * STRIDE + column_of(a);
             constexpr int WIDTH = VECTOR < LANES ? VECTOR : LANES;
 #pragma unroll
             for (int part = 0; part < VECTOR; part += WIDTH) {
@@ -60,8 +94,7 @@ struct Chunk {
                     values.at[e] = to_float(staged[a].at[part + e]);
                     special |= !(values.at[e] - values.at[e] == 0);
                 }
-                *reinterpret_cast<Vector<Compute, WIDTH>*>(
-                    target + row * STRIDE + column + part) = values;
+                *reinterpret_cast<Vector<Compute, WIDTH>*>(to + part) = values;
             }
         }
         return special;

@@ -177,7 +177,8 @@ def test_lse_is_untouched(xp):
     q, k, v = (put(xp, normal((1, 70, 2, 16), seed=seed)) for seed in range(3))
     _, lse = cuflash.attention(q, k, v, return_lse=True)
     _, dropped = cuflash.attention(q, k, v, dropout=0.5, seed=3, return_lse=True)
-    assert same_bits(lse, dropped)
+    # Other tiles may serve dropout: equal up to the order of summation.
+    np.testing.assert_allclose(wide(lse), wide(dropped), rtol=1e-6)
 
 
 def test_backward_needs_the_seed(xp):

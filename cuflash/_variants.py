@@ -1,0 +1,62 @@
+"""Kernel variants that stand for all: every tile, element type and set of features at least once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuflash import _plan
+from cuflash._device import Device
+from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._problem import Problem, describe
+
+# Widths at the upper ends of the tile tables' entries; float16 and bfloat16 use float32's tiles.
+_WIDTHS = {
+    "float16": (128,),
+    "bfloat16": (128,),
+    "float32": (64, 96, 128, 256, 512),
+    "float64": (64, 128, 256, 512),
+}
+
+
+def _problem(dtype: str, width: int, *, causal: bool, rich: bool) -> Problem:
+    element = ELEMENT_TYPES[dtype].numpy
+    rows = ((2, 300, 2, width), element)
+    scores = (2, 2, 300, 300)
+    options: dict[str, object] = {"causal": causal}
+    if rich:
+        options.update(
+            window=(100, None), mask=(scores, np.dtype(bool)), bias=(scores, element),
+            alibi_slopes=((2,), element), softcap=30.0, sinks=((2,), element), dropout=0.1,
+        )  # fmt: skip
+    return describe(rows, rows, rows, **options)
+
+
+def _plans(problem: Problem, device: Device, vector: int) -> Iterator[_plan.Plan]:
+    bias_shape = (2, 2, 300, 300) if problem.bias else None
+    yield _plan.forward(problem, device, vector)
+    yield from _plan.backward(problem, device, vector, False, bias_shape)
+    yield from _plan.backward(problem, device, vector, True, None)
+
+
+def variants(arch: int) -> list[_plan.Plan]:
+    """Plans to compile for an architecture, each kernel text once."""
+    device = Device.of_arch(arch)
+    found: dict[tuple[str, _plan.Constants], _plan.Plan] = {}
+    for dtype, widths in _WIDTHS.items():
+        for width in widths:
+            vector = 16 // ELEMENT_TYPES[dtype].size
+            cases = [
+                (_problem(dtype, width, causal=True, rich=False), vector),
+                (_problem(dtype, width, causal=True, rich=True), vector),
+            ]
+            if width == 128 and dtype in ("float32", "float64"):  # no band; unaligned rows
+                cases.append((_problem(dtype, width, causal=False, rich=False), vector))
+                cases.append((_problem(dtype, width - 1, causal=True, rich=True), 1))
+            for problem, access in cases:
+                for plan in _plans(problem, device, access):
+                    found.setdefault((plan.kernel, plan.constants), plan)
+        mask = _plan.dropout_mask(_problem(dtype, 1, causal=False, rich=False))
+        found.setdefault((mask.kernel, mask.constants), mask)
+    return list(found.values())
