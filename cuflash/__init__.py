@@ -9,11 +9,11 @@
 from cuflash._attention import attention, attention_backward, dropout_mask, explain, merge_states
 from cuflash._dropout import new_seed
 from cuflash._execute import Gradients
-
-__version__ = "0.1.0"
+from cuflash._version import __version__
 
 __all__ = [
     "Gradients",
+    "__version__",
     "attention",
     "attention_backward",
     "dropout_mask",

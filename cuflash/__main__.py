@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The process's exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("python -m cuflash", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser("python -m cuflash", description=cuflash.__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"cuflash {cuflash.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="demo | info | compile")
     for name, summary in COMMANDS.items():
@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         print("\nTo start: python -m cuflash demo")
         return 0
-    return int(_command(arguments.command).run(arguments))
+    try:
+        return int(_command(arguments.command).run(arguments))
+    except KeyboardInterrupt:
+        return 130  # as shells count a process ended by Ctrl-C
 
 
 if __name__ == "__main__":

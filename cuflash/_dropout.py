@@ -7,10 +7,11 @@ function in CUDA.
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import numpy as np
 
-Words = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Words = tuple[Any, Any, Any, Any]  # uint32 arrays or numbers
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -49,7 +50,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
         c2 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
         c3 = product0 & _LOW
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return tuple(c.astype(np.uint32) for c in (c0, c1, c2, c3))  # type: ignore[return-value]
+    return tuple(c.astype(np.uint32) for c in (c0, c1, c2, c3))
 
 
 def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range) -> np.ndarray:

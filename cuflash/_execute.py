@@ -85,7 +85,7 @@ def _signature(array: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
-    like, tensors = q, []
+    like, tensors = q, list[Any]()
     for name, array in (("q", q), ("k", k), ("v", v)):
         array = _interop.native(name, array)
         tensors.append(_same_place(name, array, tensors[0]) if tensors else array)
@@ -190,7 +190,7 @@ def attention_backward(
     if dsinks is not None:
         given = _interop.native("sinks", options["sinks"]).dtype
         dsinks = _interop.answer(dsinks.astype(given, copy=False), call.like)
-    return Gradients(*(call.answer(gradient) for gradient in (dq, dk, dv)), dbias, dsinks)
+    return Gradients(call.answer(dq), call.answer(dk), call.answer(dv), dbias, dsinks)
 
 
 def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, like: Any) -> Any:

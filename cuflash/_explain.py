@@ -34,6 +34,8 @@ class Explanation:
     @cached_property
     def builds(self) -> tuple[_compile.Build, ...]:
         """Registers and spills of each plan; empty where no compiler is installed."""
+        if self.device is None:
+            return ()
         try:
             return tuple(_compile.build(plan, self.device.arch) for plan in self.plans)
         except ImportError:

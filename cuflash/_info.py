@@ -55,9 +55,9 @@ def devices() -> tuple[list[Device], str]:
     """The GPUs that can be used, and why there are none if so."""
     try:
         count = _interop.cupy_module().cuda.runtime.getDeviceCount()
-        return [device(index) for index in range(count)], "" if count else "no CUDA device"
+        return [device(index) for index in range(count)], "" if count else "none"
     except (ImportError, RuntimeError) as error:  # CuPy's own errors are RuntimeErrors
-        return [], str(error)
+        return [], _without_cupy(error) or f"none usable: {error}"
 
 
 def driver_version() -> int | None:
@@ -86,20 +86,21 @@ def _facts(why_no_device: str) -> Iterator[tuple[str, str]]:
     yield "driver", "not found" if driver is None else f"supports CUDA {_dotted(driver)}"
     yield "cache", _cache()
     if why_no_device:
-        yield "devices", f"none usable: {why_no_device}"
+        yield "devices", why_no_device
 
 
 def _cupy(driver: int | None) -> str:
     try:
         cupy = _interop.cupy_module()
-        return f"{cupy.__version__}, CUDA {_dotted(cupy.cuda.runtime.runtimeGetVersion())}"
     except ImportError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError):
-            return f"cannot be imported: {error.__cause__ or error}"
-    except RuntimeError as error:
+            return f"cannot be imported: {error.__cause__}"
+        extra = "cuda12" if driver is not None and driver < 13000 else "cuda13"
+        return f'not installed (pip install "cuflash[{extra}]"); NumPy arrays work without it'
+    try:
+        return f"{cupy.__version__}, CUDA {_dotted(cupy.cuda.runtime.runtimeGetVersion())}"
+    except (ImportError, RuntimeError) as error:
         return f"{cupy.__version__}, without its CUDA runtime: {error}"
-    extra = "cuda12" if driver is not None and driver < 13000 else "cuda13"
-    return f'not installed (pip install "cuflash[{extra}]"); NumPy arrays work without it'
 
 
 def _nvrtc() -> str:
@@ -107,8 +108,14 @@ def _nvrtc() -> str:
         version = ".".join(map(str, _compile.nvrtc().getVersion()))
         archs = _compile.supported_archs()
     except ImportError as error:
-        return f"not usable: {error}"
+        return _without_cupy(error) or f"not usable: {error}"
     return f"{version}, compiles for sm_{min(archs)} to sm_{max(archs)}"
+
+
+def _without_cupy(error: Exception) -> str:
+    """What to say where CuPy is the reason, which has a line of its own; else nothing."""
+    missing = getattr(error.__cause__, "name", None) == "cupy"
+    return "not looked for without CuPy" if missing else ""
 
 
 def _cache() -> str:

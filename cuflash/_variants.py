@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def _problem(dtype: str, width: int, *, causal: bool, rich: bool) -> Problem:
     element = ELEMENT_TYPES[dtype].numpy
     rows = ((2, 300, 2, width), element)
     scores = (2, 2, 300, 300)
-    options: dict[str, object] = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal}
     if rich:
         options.update(
             window=(100, None), mask=(scores, np.dtype(bool)), bias=(scores, element),

@@ -17,7 +17,8 @@ LAYERS = {
     "_commands": 12,
     "_demo": 12,
     "_info": 12,
-    "_compile_all": 12,
+    "_precompile": 12,
+    "_variants": 8,
     "__init__": 11,
     "_attention": 10,
     "_varlen": 10,
@@ -38,6 +39,7 @@ LAYERS = {
     "_interop": 2,
     "_dtypes": 1,
     "_errors": 1,
+    "_version": 1,
 }
 MAY_IMPORT_CUPY = {"_interop", "_device", "_compile", "_launch"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))

@@ -1,0 +1,3 @@
+"""The version, readable without importing the package's dependencies."""
+
+__version__ = "0.1.0"
