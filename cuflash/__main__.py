@@ -1,4 +1,4 @@
-"""``python -m cuflash``: a demonstration, what is installed, and the kernels compiled in advance."""
+"""``python -m cuflash``: the commands demo, info and compile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The process's exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("python -m cuflash", description=cuflash.__doc__.partition("\n")[0])
+    about = (cuflash.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser("python -m cuflash", description=about)
     parser.add_argument("--version", action="version", version=f"cuflash {cuflash.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="demo | info | compile")
     for name, summary in COMMANDS.items():

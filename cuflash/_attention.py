@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from cuflash import _execute, _merge
 from cuflash._execute import Gradients
 

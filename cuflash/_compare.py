@@ -40,8 +40,14 @@ def plain_forward(xp: Any, q: Array, k: Array, v: Array, hidden: Array) -> tuple
     xp : module
         NumPy or CuPy.
     q, k, v : (..., seq, head_dim) array
+        Of one floating dtype, which the results have too.
     hidden : (q_len, kv_len) array
         0 where a key is visible, else -inf.
+
+    Returns
+    -------
+    out : (..., q_len, head_dim) array
+    p : (..., q_len, kv_len) array
     """
     p = xp.matmul(q * q.dtype.type(1 / math.sqrt(HEAD_DIM)), k.swapaxes(-1, -2))
     p += hidden
@@ -117,7 +123,8 @@ class Place:
     def tolerance(self) -> float:
         """Allowed error: four roundings to the dtype and 64 to the type that sums are made in."""
         compute = ELEMENT_TYPES[self.dtype.name].compute
-        return 4 * float(ml_dtypes.finfo(self.dtype).eps) + 64 * float(np.finfo(compute).eps)
+        eps: float = ml_dtypes.finfo(self.dtype).eps  # type: ignore[no-untyped-call]
+        return 4 * float(eps) + 64 * float(np.finfo(compute).eps)
 
     def __str__(self) -> str:
         if self.on_gpu:
@@ -187,7 +194,8 @@ def draw(place: Place, length: int) -> np.ndarray:
 
 def first_call(place: Place, inputs: np.ndarray) -> float:
     """Seconds of cuflash's first call, which fills caches: a GPU compiles or loads its kernels."""
-    passes = _cuflash(*map(place.xp.asarray, inputs))
+    q, k, v, dout = map(place.xp.asarray, inputs)
+    passes = _cuflash(q, k, v, dout)
     start = place.now()
     passes.both()
     return place.now() - start
@@ -197,14 +205,14 @@ def measure_cuflash(place: Place, inputs: np.ndarray) -> tuple[Cost, float]:
     """Cost of cuflash, and its error: see :func:`_error`."""
     length = inputs.shape[2]
     queries = np.random.default_rng(0).choice(length, min(length, SAMPLE), replace=False)
-    *tensors, dout = map(place.xp.asarray, inputs)
+    q, k, v, dout = map(place.xp.asarray, inputs)
     sparse = np.zeros_like(inputs[3])
     sparse[:, queries] = inputs[3][:, queries]
-    passes = _cuflash(*tensors, place.xp.asarray(sparse))
+    passes = _cuflash(q, k, v, place.xp.asarray(sparse))
     peak, ((out, _), gradients) = place.peak(passes.both)
     results = [x if place.xp is np else x.get() for x in (out, *gradients[:3])]
     error = _error(inputs, queries, results)
-    return Cost(*_times(place, _cuflash(*tensors, dout)), peak), error
+    return Cost(*_times(place, _cuflash(q, k, v, dout)), peak), error
 
 
 def measure_plain(place: Place, inputs: np.ndarray) -> Cost:
@@ -235,7 +243,8 @@ def _cuflash(q: Array, k: Array, v: Array, dout: Array) -> _Passes:
 
 def _times(place: Place, passes: _Passes) -> tuple[float, float]:
     """Medians of milliseconds, forward and backward; what is slow is timed less often."""
-    forward, backward = [], []
+    forward: list[float] = []
+    backward: list[float] = []
     start = place.now()
     while len(forward) < REPEATS and (not forward or place.now() - start < REPEAT_SECONDS):
         before = place.now()

@@ -98,7 +98,8 @@ def build(plan: Plan, arch: int) -> Build:
     """
     compiler = nvrtc()
     options = (*_options(arch), "--ptxas-options=-v")
-    program = compiler.createProgram(source(plan.kernel, plan.constants), f"{plan.kernel}.cu", (), ())
+    text = source(plan.kernel, plan.constants)
+    program = compiler.createProgram(text, f"{plan.kernel}.cu", (), ())
     try:
         try:
             compiler.compileProgram(program, options)

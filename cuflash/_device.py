@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 # Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities).
 _SHARED_BYTES = {
@@ -40,7 +40,7 @@ class Device:
         return Device(arch, 100, _SHARED_BYTES[arch], f"sm_{arch}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def device(index: int) -> Device:
     """The GPU with this index in the process."""
     import cupy

@@ -50,7 +50,8 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
         c2 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
         c3 = product0 & _LOW
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return tuple(c.astype(np.uint32) for c in (c0, c1, c2, c3))
+    narrow = np.uint32
+    return c0.astype(narrow), c1.astype(narrow), c2.astype(narrow), c3.astype(narrow)
 
 
 def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range) -> np.ndarray:

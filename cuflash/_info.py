@@ -140,7 +140,8 @@ def _kernel_table(gpu: Device) -> Iterator[str]:
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             rows = ((1, 4096, 16, head_dim), ELEMENT_TYPES[dtype].numpy)
-            forward, *backward = _explain.explain(describe(rows, rows, rows, causal=True), gpu).plans
+            problem = describe(rows, rows, rows, causal=True)
+            forward, *backward = _explain.explain(problem, gpu).plans
             main = max(backward, key=lambda plan: plan.shared_bytes)
             yield f"  {dtype:9}{head_dim:8}  {_name(forward):38}{_name(main)}"
 

@@ -7,6 +7,7 @@ out; in between everything runs on CuPy's current stream.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -135,14 +136,11 @@ def overlap(a: Any, b: Any) -> bool:
 
 def _shadow(array: Any) -> np.ndarray:
     """A NumPy array with the address and strides of a CuPy array, never to be read."""
-
-    class Interface:
-        __array_interface__ = {
-            "data": (array.data.ptr, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }
-
-    return np.asarray(Interface())
+    interface = {
+        "data": (array.data.ptr, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -1,7 +1,6 @@
 """How a GPU does a problem: kernel, tiles, grid and shared memory, as a pure function of integers.
 
-Everything that is chosen is chosen here. The tile tables are data; why an entry is what it is
-stands in ``benchmarks/NOTES.md``.
+Everything that is chosen is chosen here, tiles from the tables of ``_tiles``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from functools import lru_cache
 from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem
+from cuflash._tiles import BACKWARD, FORWARD, Table, Tile
 
-Constants = tuple[tuple[str, int | bool | str], ...]
+Constant = tuple[str, int | bool | str]
+Constants = tuple[Constant, ...]
 
 MAX_GRID = 2**31 - 1
 
@@ -44,97 +45,6 @@ class Plan:
     def constant(self, name: str) -> int | bool | str:
         """The value of one constant."""
         return dict(self.constants)[name]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Sizes of one generic kernel's tile; names as the kernels' constants.
-
-    A thread owns `rows` x `columns` scores of a tile of threads_m * rows queries and
-    threads_n * columns keys.
-    """
-
-    threads_m: int
-    rows: int
-    columns: int
-    block_d: int
-    chunk: int  # values in a chunk of rows: BLOCK_K follows from its width
-    min_blocks: int
-    threads_n: int = 8
-    slices: int = 1
-
-    @property
-    def block_m(self) -> int:
-        """Queries in a tile."""
-        return self.threads_m * self.rows
-
-    @property
-    def block_n(self) -> int:
-        """Keys in a tile."""
-        return self.threads_n * self.columns
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Tiles for widths up to `width`, in order of preference: the first that fits is taken.
-
-    `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
-    a mask, bias, ALiBi, softcap or dropout, whose code needs registers.
-    """
-
-    width: int
-    plain: tuple[Tile, ...]
-    rich: tuple[Tile, ...]
-
-
-# By compute type. The width is value_dim in the forward pass, the larger of head_dim and value_dim
-# in the backward pass. Measured on an H200 (benchmarks/NOTES.md); the last tiles of a row are for
-# GPUs with less shared memory.
-_T = Tile
-_FORWARD: dict[str, tuple[Entry, ...]] = {
-    "float32": (
-        Entry(64, (_T(16, 8, 8, 16, 2048, 2), _T(16, 4, 8, 32, 2048, 2)),
-              (_T(16, 4, 4, 32, 2048, 2),)),
-        Entry(96, (_T(16, 4, 8, 32, 2048, 2),), (_T(16, 4, 4, 16, 2048, 2),)),
-        Entry(128, (_T(8, 8, 8, 16, 2048, 2, 16), _T(16, 4, 8, 32, 2048, 2)),
-              (_T(16, 4, 4, 16, 2048, 2),)),
-        Entry(256, (_T(16, 4, 8, 32, 4096, 1, 16), _T(16, 2, 8, 32, 2048, 2)),
-              (_T(16, 2, 4, 16, 2048, 2),)),
-        Entry(512, (_T(16, 2, 4, 32, 2048, 1, 16),), (_T(16, 1, 4, 16, 2048, 2),)),
-    ),
-    "float64": (
-        Entry(64, (_T(16, 4, 4, 16, 1024, 2),), (_T(16, 2, 4, 16, 1024, 2),)),
-        Entry(128, (_T(8, 4, 4, 16, 1024, 2, 16), _T(16, 2, 4, 16, 1024, 2)),
-              (_T(16, 2, 2, 16, 1024, 2),)),
-        Entry(256, (_T(16, 2, 4, 16, 1024, 1, 16),), (_T(16, 1, 4, 16, 1024, 2),)),
-        Entry(512, (_T(16, 1, 4, 16, 1024, 1, 16),), (_T(16, 1, 4, 16, 1024, 1, 16),)),
-    ),
-}  # fmt: skip
-_BACKWARD: dict[str, tuple[Entry, ...]] = {
-    "float32": (
-        Entry(64, (_T(16, 4, 8, 32, 2048, 2), _T(16, 4, 8, 16, 2048, 2)),
-              (_T(16, 4, 4, 32, 2048, 2),)),
-        Entry(96, (_T(16, 4, 4, 32, 2048, 2),), (_T(16, 4, 4, 16, 2048, 2),)),
-        Entry(128, (_T(16, 8, 4, 32, 2048, 1, 16), _T(16, 4, 4, 32, 2048, 2)),
-              (_T(16, 4, 4, 16, 2048, 2),)),
-        Entry(256, (_T(16, 8, 4, 16, 4096, 1, 16), _T(16, 4, 4, 16, 2048, 2)),
-              (_T(16, 2, 4, 16, 2048, 2, 8, 2),)),
-        Entry(512, (_T(16, 4, 4, 16, 4096, 1, 16, 2), _T(16, 4, 4, 16, 2048, 2, 8, 2)),
-              (_T(16, 2, 4, 16, 2048, 2, 8, 4),)),
-    ),
-    "float64": (
-        Entry(64, (_T(16, 4, 4, 16, 1024, 2),), (_T(16, 2, 4, 16, 1024, 2),)),
-        *(
-            Entry(width, (_T(16, 4, 4, depth, 1024, 1, 16, wide), _T(16, 2, 4, 16, 1024, 2, 8, narrow)),
-                  (_T(16, 2, 4, 16, 1024, 2, 8, narrow),))
-            for width, depth, wide, narrow in ((128, 16, 1, 2), (256, 8, 2, 4), (512, 8, 4, 8))
-        ),
-    ),
-}  # fmt: skip
-
-# Bytes per thread that a generic kernel may spill: what it keeps there are addresses, written once
-# per tile outside of the products.
-SPILL_ALLOWANCE = 64
 
 
 def _round_up(x: int, unit: int) -> int:
@@ -172,7 +82,7 @@ def _block_d(head_dim: int, greatest: int) -> int:
     return min(sizes, key=lambda size: (_round_up(head_dim, size), -size))
 
 
-def _features(problem: Problem) -> list[tuple[str, int | bool | str]]:
+def _features(problem: Problem) -> list[Constant]:
     left, right = problem.band
     return [
         ("HAS_LEFT", left is not None),
@@ -185,7 +95,7 @@ def _features(problem: Problem) -> list[tuple[str, int | bool | str]]:
     ]
 
 
-def _types(problem: Problem) -> list[tuple[str, int | bool | str]]:
+def _types(problem: Problem) -> list[Constant]:
     element = ELEMENT_TYPES[problem.dtype]
     return [
         ("Element", element.name),
@@ -194,7 +104,7 @@ def _types(problem: Problem) -> list[tuple[str, int | bool | str]]:
     ]
 
 
-def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[tuple[str, int | bool | str]]:
+def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[Constant]:
     return [
         *_types(problem),
         ("HEAD_DIM", problem.head_dim),
@@ -209,7 +119,7 @@ def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[tuple[str
     ]
 
 
-def _tiles(table: dict[str, tuple[Entry, ...]], problem: Problem, width: int) -> Iterator[Tile]:
+def _tiles(table: Table, problem: Problem, width: int) -> Iterator[Tile]:
     """The tiles to try, the last one ever smaller."""
     entry = next(e for e in table[ELEMENT_TYPES[problem.dtype].compute] if width <= e.width)
     rich = any(value for _, value in _features(problem)[2:])
@@ -236,7 +146,7 @@ def _grid(blocks: int) -> int:
 
 def _tiled(
     kernel: str, problem: Problem, tile: Tile, vector: int, blocks: int, values: int,
-    *constants: tuple[str, int | bool],
+    *constants: Constant,
 ) -> Plan:  # fmt: skip
     shared = values * ELEMENT_TYPES[problem.dtype].compute_size
     return Plan(
@@ -257,7 +167,7 @@ def forward(problem: Problem, device: Device, vector: int) -> Plan:
     vector : int
         Elements that one memory access may take, as far as the arrays' alignment goes.
     """
-    tiles = _tiles(_FORWARD, problem, problem.value_dim)
+    tiles = _tiles(FORWARD, problem, problem.value_dim)
     return _fitting((_forward_generic(problem, tile, vector) for tile in tiles), device)
 
 
@@ -295,7 +205,7 @@ def backward(
         Shape of the bias, where its gradient is asked for.
     """
     def tiled(plan_of: Callable[[Tile], Plan]) -> Plan:
-        tiles = _tiles(_BACKWARD, problem, max(problem.head_dim, problem.value_dim))
+        tiles = _tiles(BACKWARD, problem, max(problem.head_dim, problem.value_dim))
         return _fitting(map(plan_of, tiles), device)
 
     plans = [
@@ -314,7 +224,7 @@ def backward(
 
 
 def _flat(
-    kernel: str, problem: Problem, threads: int, constants: tuple[tuple[str, int], ...]
+    kernel: str, problem: Problem, threads: int, constants: Constants
 ) -> Plan:
     """A kernel of 256 threads a block without tiles, for so many threads."""
     named = (*_types(problem), *constants, ("THREADS", 256))
@@ -323,7 +233,8 @@ def _flat(
 
 def _prepare(problem: Problem) -> Plan:
     threads = problem.batch * problem.q_heads * problem.q_len * 32
-    return _flat("attention_backward_prepare", problem, threads, (("VALUE_DIM", problem.value_dim),))
+    constants = (("VALUE_DIM", problem.value_dim),)
+    return _flat("attention_backward_prepare", problem, threads, constants)
 
 
 def _convert(problem: Problem) -> Plan:

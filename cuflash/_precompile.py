@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from cuflash import _compile, _plan
+from cuflash._tiles import SPILL_ALLOWANCE
 from cuflash._variants import variants
 
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
@@ -29,7 +30,7 @@ class Report:
     def faults(self) -> list[str]:
         """What must not be: spills beyond the allowance, messages of the assembler."""
         found = list(self.built.complaints)
-        if self.built.spill_bytes > _plan.SPILL_ALLOWANCE:
+        if self.built.spill_bytes > SPILL_ALLOWANCE:
             found.append(f"spills {self.built.spill_bytes} bytes")
         return found
 
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"{len(done)} variants for {len({report.arch for report in done})} architectures in "
         f"{time.perf_counter() - start:.0f} s: {sum(seconds) / len(seconds):.2f} s each (longest "
-        f"{max(seconds):.2f} s), {spilled} spill (allowance {_plan.SPILL_ALLOWANCE} bytes), "
+        f"{max(seconds):.2f} s), {spilled} spill (allowance {SPILL_ALLOWANCE} bytes), "
         f"{faulty} faulty. Kept in {_compile.cache_folder()}."
     )
     return int(faulty > 0)

@@ -1,4 +1,4 @@
-"""Kernel variants that stand for all: every tile, element type and set of features at least once."""
+"""Kernel variants that stand for all: each tile, element type and feature at least once."""
 
 from __future__ import annotations
 

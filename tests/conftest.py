@@ -26,7 +26,7 @@ def cuda_problem():
         if cupy.cuda.runtime.getDeviceCount() < 1:
             return "no CUDA device"
         cupy.zeros(1).get()
-    except Exception as error:  # noqa: BLE001 - a missing wheel, driver or library all mean the same here
+    except Exception as error:  # a missing wheel, driver or library all mean the same here
         return f"no usable CUDA device ({type(error).__name__})"
     return ""
 
