@@ -72,16 +72,31 @@ def plain_backward(
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians of milliseconds, and the peak of memory in both passes beyond their inputs."""
+    """What the two passes take.
+
+    Attributes
+    ----------
+    forward_ms, backward_ms : float
+        Medians of milliseconds.
+    peak_bytes : int
+        Most memory in both passes at once, beyond their inputs.
+    seconds : float
+        What measuring took.
+    """
 
     forward_ms: float
     backward_ms: float
     peak_bytes: int
+    seconds: float
 
     @property
     def total_ms(self) -> float:
         """Milliseconds of both passes."""
         return self.forward_ms + self.backward_ms
+
+    def seconds_at(self, ratio: float) -> float:
+        """Estimate of the seconds at `ratio` times the length, where a call is made twice."""
+        return max(2e-3 * self.total_ms * ratio**2, self.seconds * ratio)
 
 
 @dataclass(frozen=True)
@@ -123,8 +138,8 @@ class Place:
     def tolerance(self) -> float:
         """Allowed error: four roundings to the dtype and 64 to the type that sums are made in."""
         compute = ELEMENT_TYPES[self.dtype.name].compute
-        eps: float = ml_dtypes.finfo(self.dtype).eps  # type: ignore[no-untyped-call]
-        return 4 * float(eps) + 64 * float(np.finfo(compute).eps)
+        eps = float(ml_dtypes.finfo(self.dtype).eps)  # type: ignore[no-untyped-call]
+        return 4 * eps + 64 * float(np.finfo(compute).eps)
 
     def __str__(self) -> str:
         if self.on_gpu:
@@ -203,7 +218,7 @@ def first_call(place: Place, inputs: np.ndarray) -> float:
 
 def measure_cuflash(place: Place, inputs: np.ndarray) -> tuple[Cost, float]:
     """Cost of cuflash, and its error: see :func:`_error`."""
-    length = inputs.shape[2]
+    start, length = place.now(), inputs.shape[2]
     queries = np.random.default_rng(0).choice(length, min(length, SAMPLE), replace=False)
     q, k, v, dout = map(place.xp.asarray, inputs)
     sparse = np.zeros_like(inputs[3])
@@ -212,12 +227,13 @@ def measure_cuflash(place: Place, inputs: np.ndarray) -> tuple[Cost, float]:
     peak, ((out, _), gradients) = place.peak(passes.both)
     results = [x if place.xp is np else x.get() for x in (out, *gradients[:3])]
     error = _error(inputs, queries, results)
-    return Cost(*_times(place, _cuflash(q, k, v, dout)), peak), error
+    times = _times(place, _cuflash(q, k, v, dout))
+    return Cost(*times, peak, place.now() - start), error
 
 
 def measure_plain(place: Place, inputs: np.ndarray) -> Cost:
     """Cost of the plain computation on the same inputs, in the layout that it likes best."""
-    xp, dtype = place.xp, place.plain_dtype
+    start, xp, dtype = place.now(), place.xp, place.plain_dtype
     swapped = inputs[:, 0].swapaxes(1, 2).astype(dtype, order="C")
     q, k, v, dout = map(xp.asarray, swapped)
     hidden = xp.where(xp.tri(q.shape[1], dtype=bool), dtype.type(0), dtype.type(-np.inf))
@@ -226,7 +242,7 @@ def measure_plain(place: Place, inputs: np.ndarray) -> Cost:
         lambda kept: plain_backward(xp, dout, q, k, v, *kept),
     )
     peak = place.peak(passes.both)[0]
-    return Cost(*_times(place, passes), peak)
+    return Cost(*_times(place, passes), peak, place.now() - start)
 
 
 def plain_bytes(place: Place, length: int) -> int:

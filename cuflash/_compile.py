@@ -181,16 +181,14 @@ _kernels: dict[tuple[int, str, Any], Any] = {}
 _locks: dict[tuple[int, str, Any], threading.Lock] = {}
 
 
+@lru_cache(maxsize=4096)
 def kernel(plan: Plan, device_index: int, arch: int) -> Any:
-    """The loaded kernel of a plan on the current device, as a ``cupy.RawKernel``."""
-    key = (device_index, plan.kernel, plan.constants)
-    found = _kernels.get(key)
-    if found is None:
-        with _locks.setdefault(key, threading.Lock()):
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels[key] = _load(plan, arch)
-    return found
+    """The loaded kernel of a plan on the current device, as a ``cupy.cuda.Function``."""
+    key = (device_index, plan.kernel, plan.constants)  # plans of many sizes share it
+    with _locks.setdefault(key, threading.Lock()):
+        if key not in _kernels:
+            _kernels[key] = _load(plan, arch)
+        return _kernels[key]
 
 
 def _load(plan: Plan, arch: int) -> Any:
@@ -207,5 +205,4 @@ def _load(plan: Plan, arch: int) -> Any:
     loaded = module.get_function(plan.kernel)
     if plan.shared_bytes > 48 * 1024:
         loaded.max_dynamic_shared_size_bytes = plan.shared_bytes
-    loaded.compile()
-    return loaded
+    return loaded.kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from cuflash._compare import (
 )
 from cuflash._dtypes import ELEMENT_TYPES
 
-LENGTHS = tuple(2**n for n in range(9, 18))
+LENGTHS = tuple(2**n for n in range(9, 17))
 LEAST_LENGTH = 16  # a query that sees only itself has gradients of zero: nothing to compare with
 SECONDS = 30.0
 PLOT = "cuflash-demo.png"
@@ -166,7 +167,7 @@ def _plain_obstacle(place: Place) -> str:
     """Why there is no plain computation: products need cuBLAS; empty if there is one."""
     try:
         measure_plain(place, draw(place, LEAST_LENGTH))
-    except Exception as error:  # noqa: BLE001 - CuPy has a type of its own for each thing missing
+    except Exception as error:  # CuPy has a type of its own for each thing that may be missing
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 
@@ -177,26 +178,31 @@ def compare(place: Place, lengths: Sequence[int], obstacle: str, progress: Progr
         print(f"No plain computation here ({obstacle}).")
     print(_HEADING, flush=True)
     rows: list[Row] = []
-    pace = plain_pace = 0.0  # seconds for each score at the last length
     for length in lengths:
-        if rows and pace * length**2 > progress.left:
-            print(f"Stopped before {length:,}, which would take {pace * length**2:.0f} s more.")
+        expected, plain_expected = _expected(length, rows)
+        if expected > progress.left and rows:
+            print(f"Stopped before {length:,}, which would take {expected:.0f} s more.")
             break
         progress.show(f"{length:,}: cuflash")
         inputs = draw(place, length)
-        start = place.now()
         cost, error = measure_cuflash(place, inputs)
-        between = place.now()
-        pace = (between - start) / length**2
         plain = None
-        if not obstacle and (plain_pace or pace) * length**2 <= progress.left / 2:
+        if not obstacle and max(plain_expected, cost.seconds) <= progress.left:
             progress.show(f"{length:,}: plain")
             plain = _plain_if_it_fits(place, inputs)
-            plain_pace = (place.now() - between) / length**2
         progress.show()
         rows.append(Row(length, cost, plain, error))
         print(rows[-1], flush=True)
     return rows
+
+
+def _expected(length: int, rows: Sequence[Row]) -> tuple[float, float]:
+    """Seconds of cuflash and plain, by the row before; plain once left out stays left out."""
+    if not rows:
+        return 0.0, 0.0
+    last, ratio = rows[-1], length / rows[-1].length
+    plain = last.plain.seconds_at(ratio) if last.plain else math.inf
+    return last.cuflash.seconds_at(ratio), plain
 
 
 def _plain_if_it_fits(place: Place, inputs: np.ndarray) -> Cost | None:
@@ -213,7 +219,7 @@ def _plot(rows: Sequence[Row], place: Place, path: Path) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "No plot: matplotlib is not installed."
+        return "No plot: matplotlib is not installed (pip install matplotlib)."
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(f"Causal attention, {place.heads} heads of {HEAD_DIM}, {place.dtype}, {place}")
     for axes, title in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB")):

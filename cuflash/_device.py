@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from cuflash._values import HashedOnce
+
 # Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities).
 _SHARED_BYTES = {
     70: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376,
@@ -13,7 +15,7 @@ _SHARED_BYTES = {
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(HashedOnce):
     """A GPU as the planner sees it.
 
     Attributes
@@ -30,6 +32,8 @@ class Device:
     multiprocessors: int
     shared_bytes: int
     name: str = "unnamed"
+
+    __hash__ = HashedOnce.__hash__
 
     @staticmethod
     def of_arch(arch: int) -> Device:

@@ -73,9 +73,9 @@ class _Call:
 
 
 def _same_place(name: str, array: Any, q: Any) -> Any:
-    on_gpu = not isinstance(array, np.ndarray)
-    if on_gpu != (not isinstance(q, np.ndarray)) or (on_gpu and array.device != q.device):
-        where = f"CUDA device {array.device.id}" if on_gpu else "the CPU"
+    index = _interop.device_index(array)
+    if index != _interop.device_index(q):
+        where = f"CUDA device {index}" if index >= 0 else "the CPU"
         raise reject(ValueError, f"{name} must lie on the device of q", where)
     return array
 
@@ -153,6 +153,8 @@ def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
     target = call.taken("out", out, shape, ELEMENT_TYPES[call.problem.dtype].numpy)
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError("out must be writeable. Got a read-only array.")
+    if not _interop.is_aligned(target):
+        raise ValueError("out must be aligned to its elements. Got an unaligned array.")
     if _interop.repeats(target):
         raise reject(ValueError, "out must not hold an element twice", target.strides)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.given}
@@ -212,7 +214,7 @@ def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, li
         return reference.dropout_mask(problem, seed)
     if not _interop.is_cupy(like):
         raise reject(TypeError, "like must be a NumPy or CuPy array, or one of the modules", like)
-    return _launch.dropout_mask(problem, seed, like.device.id)
+    return _launch.dropout_mask(problem, seed, _interop.device_index(like))
 
 
 def explain(
@@ -222,5 +224,5 @@ def explain(
     call = _prepare(q, k, v, options)
     if arch is not None:
         return _explain.explain(call.problem, Device.of_arch(arch))
-    found = device(call.q.device.id) if call.on_gpu else None
+    found = device(_interop.device_index(call.q)) if call.on_gpu else None
     return _explain.explain(call.problem, found)

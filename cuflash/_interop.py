@@ -7,6 +7,7 @@ out; in between everything runs on CuPy's current stream.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,13 @@ _CUDA_DEVICES = (2, 13)  # kDLCUDA and kDLCUDAManaged
 
 def library(array: Any) -> str:
     """Name of the top-level package that an array comes from."""
-    return type(array).__module__.partition(".")[0]
+    return _package(type(array))
+
+
+@cache
+def _package(kind: Any) -> str:
+    name: str = kind.__module__
+    return name.partition(".")[0]
 
 
 def is_cupy(array: Any) -> bool:
@@ -90,6 +97,11 @@ def answer(array: Any, like: Any) -> Any:
     return array
 
 
+def device_index(array: Any) -> int:
+    """Index of the GPU that a CuPy array lies on; -1 for a NumPy array."""
+    return -1 if isinstance(array, np.ndarray) else array.data.device_id
+
+
 def cupy_module() -> Any:
     """CuPy, or one sentence that says what is missing."""
     try:
@@ -102,18 +114,22 @@ def cupy_module() -> Any:
     return cupy
 
 
-def aligned(array: Any) -> Any:
-    """The CuPy array itself, or a copy of it if elements lie across their natural boundaries."""
-    size = array.dtype.itemsize
+def is_aligned(array: Any) -> bool:
+    """Whether no element of a CuPy array lies across its natural boundary; NumPy copes itself."""
+    if isinstance(array, np.ndarray) or array.size == 0:
+        return True
     where = array.data.ptr
     for stride in array.strides:
         where |= stride
-    if where % size == 0 or array.size == 0:
+    return bool(where % array.itemsize == 0)
+
+
+def aligned(array: Any) -> Any:
+    """The CuPy array itself, or a copy of it if it is not aligned."""
+    if is_aligned(array):
         return array
-    cupy = cupy_module()
-    octets = cupy.ndarray(
-        (*array.shape, size), np.uint8, array.data, strides=(*array.strides, 1)
-    )
+    cupy, size = cupy_module(), array.itemsize
+    octets = cupy.ndarray((*array.shape, size), np.uint8, array.data, strides=(*array.strides, 1))
     return cupy.ascontiguousarray(octets).view(array.dtype)[..., 0]
 
 

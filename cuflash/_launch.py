@@ -2,59 +2,59 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-from cuflash import _compile, _params, _plan
+from cuflash import _compile, _plan
 from cuflash._device import device
 from cuflash._dtypes import ELEMENT_TYPES
-from cuflash._interop import aligned, cupy_module
+from cuflash._interop import aligned, cupy_module, device_index
+from cuflash._params import Arrays, pack
+from cuflash._plan import Plan
 from cuflash._problem import Extras, Problem
 
-_SIXTEEN = 16  # bytes of the widest memory access
+_HERE = nullcontext()
 
 
-def _vector(problem: Problem, arrays: tuple[Any, ...]) -> int:
-    """Elements that one access may take in all arrays: their rows are contiguous and aligned."""
-    size = ELEMENT_TYPES[problem.dtype].size
-    bits = _SIXTEEN | problem.head_dim * size | problem.value_dim * size
-    for array in arrays:
-        *strides, channel = array.strides
-        if channel != size and array.shape[-1] > 1:
-            return 1
-        bits |= array.data.ptr
-        for stride, length in zip(strides, array.shape):
-            if length > 1:
-                bits |= stride
-    return max(1, (bits & -bits) // size)
+def _on(index: int) -> Any:
+    """Makes a device current, if it is not."""
+    cuda = cupy_module().cuda
+    return _HERE if cuda.runtime.getDevice() == index else cuda.Device(index)
 
 
-def _launch(plan: _plan.Plan, arguments: Any, index: int) -> None:
+def _launch(plan: Plan, parameters: Any, index: int) -> None:
     if plan.grid == 0:  # nothing to do; CUDA knows no empty grid
         return
     kernel = _compile.kernel(plan, index, device(index).arch)
-    kernel((plan.grid,), (plan.threads,), (arguments,), shared_mem=plan.shared_bytes)
+    kernel((plan.grid,), (plan.threads,), (parameters,), shared_mem=plan.shared_bytes)
 
 
-def _aligned_extras(extras: Extras) -> Extras:
-    return extras if extras.bias is None else extras._replace(bias=aligned(extras.bias))
+def _extra_arrays(extras: Extras) -> dict[str, Any]:
+    """The arrays of a call beside q, k and v, fit for kernels."""
+    if extras == (None, None, None, None, extras.seed):
+        return {}
+    mask, bias, alibi_slopes, sinks, _ = extras
+    bias = None if bias is None else aligned(bias)
+    return {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
 
 
 def attention(
     problem: Problem, q: Any, k: Any, v: Any, extras: Extras, out: Any | None
 ) -> tuple[Any, Any]:
     """Output and lse of one problem; all arrays have four axes and lie on one device."""
-    cupy = cupy_module()
-    element = ELEMENT_TYPES[problem.dtype]
-    with q.device:
+    empty = cupy_module().empty
+    element, index = ELEMENT_TYPES[problem.dtype], device_index(q)
+    with _on(index):
         if out is None:
             shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
-            out = cupy.empty(shape, element.numpy)
-        lse = cupy.empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
-        q, k, v, extras = aligned(q), aligned(k), aligned(v), _aligned_extras(extras)
-        index = q.device.id
-        plan = _plan.forward(problem, device(index), _vector(problem, (q, k, v, out)))
-        arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **extras._asdict()}
-        _launch(plan, _params.pack(problem, arrays, extras.seed), index)
+            out = empty(shape, element.numpy)
+        lse = empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+        arrays = Arrays(q, k, v, out, lse=lse, **_extra_arrays(extras))
+        parameters, vector = pack(problem, arrays, extras.seed)
+        if vector == 0:
+            arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
+            parameters, vector = pack(problem, arrays, extras.seed)
+        _launch(_plan.forward(problem, device(index), vector), parameters, index)
     return out, lse
 
 
@@ -64,48 +64,46 @@ def attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients (dq, dk, dv, dbias, dsinks) of one problem."""
     cupy = cupy_module()
+    empty, contiguous = cupy.empty, cupy.ascontiguousarray
     element = ELEMENT_TYPES[problem.dtype]
-    with q.device:
+    with _on(device_index(q)):
         dout, q, k, v, out = (aligned(array) for array in (dout, q, k, v, out))
-        extras, lse = _aligned_extras(extras), cupy.ascontiguousarray(lse)
+        extra, lse = _extra_arrays(extras), contiguous(lse)
         # Key tiles add their shares of dq to zeros, in the compute type.
-        summed = not deterministic
-        sums = cupy.zeros(q.shape, element.compute) if summed else None
+        sums = None if deterministic else cupy.zeros(q.shape, element.compute)
         direct = sums is not None and sums.dtype == q.dtype
-        arrays: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse,
-            "delta": cupy.empty(lse.shape, element.compute),
-            "dlse": None if dlse is None else cupy.ascontiguousarray(dlse),
-            "dq": sums if direct else cupy.empty(q.shape, element.numpy),
-            "dk": cupy.empty(k.shape, element.numpy), "dv": cupy.empty(v.shape, element.numpy),
-            "dbias": cupy.empty(extras.bias.shape, extras.bias.dtype) if bias_grad else None,
-            "dsinks": cupy.empty(problem.q_heads, element.compute) if problem.sinks else None,
-            **extras._asdict(),
-        }  # fmt: skip
+        arrays = Arrays(
+            q, k, v, out, dout,
+            dq=sums if direct else empty(q.shape, element.numpy),
+            dk=empty(k.shape, element.numpy), dv=empty(v.shape, element.numpy),
+            lse=lse, delta=empty(lse.shape, element.compute),
+            dlse=None if dlse is None else contiguous(dlse),
+            dbias=empty(extras.bias.shape, extras.bias.dtype) if bias_grad else None,
+            dsinks=empty(problem.q_heads, element.compute) if problem.sinks else None,
+            **extra,
+        )  # fmt: skip
         _run_backward(problem, arrays, sums, extras.seed)
-    return tuple(arrays[name] for name in ("dq", "dk", "dv", "dbias", "dsinks"))
+    return arrays.dq, arrays.dk, arrays.dv, arrays.dbias, arrays.dsinks
 
 
-def _run_backward(problem: Problem, arrays: dict[str, Any], sums: Any | None, seed: int) -> None:
-    strided = ("dout", "q", "k", "v", "out", "dq", "dk", "dv")
-    vector = _vector(problem, tuple(arrays[name] for name in strided))
-    dbias, index = arrays["dbias"], arrays["q"].device.id
-    shape = None if dbias is None else dbias.shape
-    plans = _plan.backward(problem, device(index), vector, sums is None, shape)
-    dq = arrays["dq"]
-    packed = _params.pack(problem, {**arrays, "dq": dq if sums is None else sums}, seed)
-    for plan in plans:
+def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int) -> None:
+    index = device_index(arrays.q)
+    added = arrays if sums is None else arrays._replace(dq=sums)
+    parameters, vector = pack(problem, added, seed)
+    shape = None if arrays.dbias is None else arrays.dbias.shape
+    for plan in _plan.backward(problem, device(index), vector, sums is None, shape):
         if plan.kernel == "convert_dq":
-            _launch(plan, _params.pack(problem, {"delta": sums, "dq": dq}), index)
+            parameters_of_dq, _ = pack(problem, Arrays(dq=arrays.dq, delta=sums))
+            _launch(plan, parameters_of_dq, index)
         else:
-            _launch(plan, packed, index)
+            _launch(plan, parameters, index)
 
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
     """The keep mask of a problem, a boolean array on a device."""
-    cupy = cupy_module()
-    with cupy.cuda.Device(index):
+    with _on(index):
         shape = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-        mask = cupy.empty(shape, bool)
-        _launch(_plan.dropout_mask(problem), _params.pack(problem, {"dq": mask}, seed), index)
+        mask = cupy_module().empty(shape, bool)
+        parameters, _ = pack(problem, Arrays(dq=mask), seed)
+        _launch(_plan.dropout_mask(problem), parameters, index)
     return mask

@@ -3,50 +3,98 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem
 
-_POINTERS = (
-    "q", "k", "v", "out", "lse", "dout", "delta", "dlse", "dq", "dk", "dv",
-    "mask", "bias", "dbias", "alibi_slopes", "sinks", "dsinks",
-)  # fmt: skip
-_STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "mask", "bias")
-_HEAD = struct.Struct(f"<{len(_POINTERS) + 1}Q")
 _FAR = 2**62  # an open end of a band
+_WIDEST = 16  # bytes of the widest memory access
 
-Shape = tuple[int, ...]
+Described = tuple[tuple[int, ...], tuple[int, ...], int] | None
+"""Shape, strides in bytes and element size of an array."""
 
 
-def pack(problem: Problem, arrays: Mapping[str, Any], seed: int = 0) -> np.ndarray:
-    """The parameters by value: an array of one element, as CuPy passes structs.
+class Arrays(NamedTuple):
+    """The arrays of a launch, in the order of the struct's pointers; None where there is none.
 
-    Parameters
-    ----------
-    problem : Problem
-    arrays : mapping of str to CuPy array or None
-        By their names in ``struct Params``; those of q, k, v, mask and bias with four axes.
-    seed : int
-        Of the dropout.
+    Those of q, k, v, mask and bias have four axes; those from `lse` to `dsinks` are contiguous.
     """
-    get = arrays.get
-    pointers = [0 if (array := get(name)) is None else array.data.ptr for name in _POINTERS]
-    shapes = tuple(
-        None if (array := get(name)) is None else (array.shape, array.strides, array.itemsize)
-        for name in _STRIDED
-    )
-    data = _HEAD.pack(*pointers, seed) + _layout(problem, shapes)
-    return np.frombuffer(data, f"V{len(data)}")
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    out: Any = None
+    dout: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    mask: Any = None
+    bias: Any = None
+    lse: Any = None
+    delta: Any = None
+    dlse: Any = None
+    dbias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dsinks: Any = None
+
+
+_STRIDED = Arrays._fields.index("lse")
+_ROWS = Arrays._fields.index("mask")
+_POINTERS = struct.Struct(f"<{len(Arrays._fields) + 1}Q")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a launch's arrays look like, wherever they are.
+
+    Attributes
+    ----------
+    data : bytes
+        The struct behind its pointers.
+    alignment : int
+        Greatest power of two, up to 16, that divides all distances between elements of different
+        rows, in bytes; and those within rows, if they do not lie side by side.
+    dense : bool
+        The elements of all rows lie side by side.
+    """
+
+    data: bytes
+    alignment: int
+    dense: bool
+
+
+def pack(problem: Problem, arrays: Arrays, seed: int = 0) -> tuple[np.ndarray, int]:
+    """The parameters by value, and how many elements one memory access may take.
+
+    The parameters are an array of one element, as CuPy passes structs; `seed` is the dropout's.
+    Where not even one element may be accessed, since it lies across its natural boundary, the
+    number is 0.
+    """
+    pointers = [0 if array is None else array.data.ptr for array in arrays]
+    described: list[Described] = [
+        None if array is None else (array.shape, array.strides, array.itemsize)
+        for array in arrays[:_STRIDED]
+    ]
+    layout = _layout(problem, *described)
+    bits = layout.alignment
+    for pointer in pointers[:_ROWS]:
+        bits |= pointer
+    vector = (bits & -bits) // ELEMENT_TYPES[problem.dtype].size
+    if not layout.dense:
+        vector = min(vector, 1)
+    data = _POINTERS.pack(*pointers, seed) + layout.data
+    return np.frombuffer(data, f"V{len(data)}"), vector
 
 
 @lru_cache(maxsize=4096)
-def _layout(problem: Problem, shapes: tuple[tuple[Shape, Shape, int] | None, ...]) -> bytes:
-    bias = shapes[_STRIDED.index("bias")]
+def _layout(problem: Problem, *described: Described) -> Layout:
+    bias = described[Arrays._fields.index("bias")]
     left, right = problem.band
     numbers = struct.pack(
         "<13q",
@@ -57,16 +105,29 @@ def _layout(problem: Problem, shapes: tuple[tuple[Shape, Shape, int] | None, ...
     )  # fmt: skip
     kind = "f" if ELEMENT_TYPES[problem.dtype].compute == "float32" else "d"
     reals = struct.pack(
-        f"<4{kind}", problem.scale, problem.softcap or 0.0,
-        1 / (1 - problem.dropout), 0.0,
-    )  # fmt: skip
-    strides = [stride for each in shapes for stride in _element_strides(each)]
-    return numbers + reals + struct.pack(f"<Q{len(strides)}q", problem.drop_below, *strides)
+        f"<4{kind}", problem.scale, problem.softcap or 0.0, 1 / (1 - problem.dropout), 0.0
+    )
+    strides = [stride for each in described for stride in _element_strides(each)]
+    data = numbers + reals + struct.pack(f"<Q{len(strides)}q", problem.drop_below, *strides)
+    return Layout(data, *_alignment(problem, described[:_ROWS]))
 
 
-def _element_strides(described: tuple[Shape, Shape, int] | None) -> Shape:
+def _element_strides(described: Described) -> tuple[int, ...]:
     """Strides in elements, 0 along axes of length 1: those of masks and biases broadcast."""
     if described is None:
         return (0, 0, 0, 0)
     shape, strides, size = described
     return tuple(stride // size if n > 1 else 0 for n, stride in zip(shape, strides))
+
+
+def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool]:
+    size = ELEMENT_TYPES[problem.dtype].size
+    bits, dense = _WIDEST | problem.head_dim * size | problem.value_dim * size, True
+    for shape, strides, element in filter(None, tensors):
+        if element != size:  # an accumulator of dq, which is written one by one
+            continue
+        if shape[-1] > 1 and strides[-1] != element:
+            bits, dense = bits | strides[-1], False
+        for length, stride in zip(shape[:-1], strides[:-1]):
+            bits |= stride if length > 1 else 0
+    return bits & -bits, dense

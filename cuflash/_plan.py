@@ -13,6 +13,7 @@ from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem
 from cuflash._tiles import BACKWARD, FORWARD, Table, Tile
+from cuflash._values import HashedOnce
 
 Constant = tuple[str, int | bool | str]
 Constants = tuple[Constant, ...]
@@ -21,7 +22,7 @@ MAX_GRID = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(HashedOnce):
     """One kernel launch.
 
     Attributes
@@ -41,6 +42,8 @@ class Plan:
     grid: int
     threads: int
     shared_bytes: int = 0
+
+    __hash__ = HashedOnce.__hash__
 
     def constant(self, name: str) -> int | bool | str:
         """The value of one constant."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._errors import reject
+from cuflash._values import HashedOnce
 
 Signature = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype of an array."""
@@ -20,7 +21,7 @@ MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(HashedOnce):
     """One attention problem. Names and meaning as in :func:`cuflash.attention`."""
 
     batch: int
@@ -41,13 +42,7 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
 
-    def __post_init__(self) -> None:
-        # Every call looks this value up in caches: its hash is computed once.
-        fields = tuple(self.__dict__.values())
-        object.__setattr__(self, "_hash", hash(fields))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
+    __hash__ = HashedOnce.__hash__
 
     @property
     def offset(self) -> int:

@@ -41,31 +41,31 @@ TILE_ROWS, TILE_COLUMNS = 256, 512
 
 
 @dataclass(frozen=True)
-class _Head:
-    """One query head of one batch element."""
+class _Heads:
+    """What is done at once: query heads `h` of batch elements `b`, each with its own kv head.
+
+    Arrays of these heads have the axes (batch, head, row, channel).
+    """
 
     problem: Problem
     extras: Extras
-    b: int
-    h: int
-
-    @property
-    def kv_head(self) -> int:
-        return self.h // (self.problem.q_heads // self.problem.kv_heads)
-
-    def rows_of(self, tensor: Array, head: int) -> Array:
-        """(rows, channels) of one head, in the type that arithmetic is done in."""
-        compute = ELEMENT_TYPES[self.problem.dtype].compute
-        return np.ascontiguousarray(tensor[self.b, :, head, :], dtype=compute)
+    b: slice
+    h: slice
 
     def tile_of(self, scores: Array, rows: range, columns: range) -> Array:
         """The tile of a mask or a bias; a broadcast axis keeps its length of 1."""
-        b, h, q, k = (slice(None) if n == 1 else None for n in scores.shape)
-        tile = scores[
-            0 if b else self.b, 0 if h else self.h,
-            q or slice(rows.start, rows.stop), k or slice(columns.start, columns.stop),
-        ]  # fmt: skip
-        return tile
+        places = (self.b, self.h, _slice(rows), _slice(columns))
+        axes = zip(scores.shape, places)
+        return scores[tuple(slice(None) if n == 1 else place for n, place in axes)]
+
+    def keep(self, rows: range, columns: range) -> Array:
+        """Which scores of a tile dropout keeps."""
+        problem, seed = self.problem, self.extras.seed
+        return np.array([
+            [kept(seed, problem.drop_below, b, h, rows, columns)
+             for h in range(problem.q_heads)[self.h]]
+            for b in range(problem.batch)[self.b]
+        ])  # fmt: skip
 
 
 @np.errstate(all="ignore")
@@ -91,58 +91,58 @@ def attention(
         float32, or float64 for float64 inputs.
     """
     element = ELEMENT_TYPES[problem.dtype]
-    compute = element.compute
     if out is None:
         shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
         out = np.empty(shape, element.numpy)
-    lse = np.empty((problem.batch, problem.q_heads, problem.q_len), compute)
-    for b in range(problem.batch):
-        for h in range(problem.q_heads):
-            head = _Head(problem, extras, b, h)
-            queries = head.rows_of(q, h)
-            keys, values = head.rows_of(k, head.kv_head), head.rows_of(v, head.kv_head)
+    lse = np.empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+    for b, g, query_heads in _parts(problem):
+        keys, values = _rows(problem, k, b, g), _rows(problem, v, b, g)
+        for h in query_heads:
+            queries = _rows(problem, q, b, h) * keys.dtype.type(_factor(problem))
+            heads, buffer = _Heads(problem, extras, b, h), _buffer(queries, keys)
             for rows in _tiles(range(problem.q_len), TILE_ROWS):
-                here = slice(rows.start, rows.stop)
-                tile, lse[b, h, here] = _forward_rows(head, rows, queries[here], keys, values)
-                out[b, here, h, :] = tile
+                i = _slice(rows)
+                tile, lse[b, h, i] = _forward_rows(heads, rows, queries, keys, values, buffer)
+                out[b, i, h] = tile.swapaxes(1, 2)
     return out, lse
 
 
 def _forward_rows(
-    head: _Head, rows: range, queries: Array, keys: Array, values: Array
+    heads: _Heads, rows: range, queries: Array, keys: Array, values: Array, buffer: Array
 ) -> tuple[Array, Array]:
     """Output and lse of one tile of queries."""
-    problem = head.problem
-    m = np.full(len(rows), -np.inf, queries.dtype)
-    l = np.zeros(len(rows), queries.dtype)  # noqa: E741
-    o = np.zeros((len(rows), problem.value_dim), queries.dtype)
+    problem = heads.problem
+    shape = (*queries.shape[:2], len(rows))
+    m = np.full((*shape, 1), -np.inf, queries.dtype)
+    l = np.zeros_like(m)  # noqa: E741
+    o = np.zeros((*shape, problem.value_dim), queries.dtype)
 
     for columns in _tiles(visible_keys(problem, rows), TILE_COLUMNS):
-        s = _logits(head, rows, columns, queries, keys)
+        s, hidden, _ = _scores(heads, rows, columns, queries, keys, buffer)
         if s is None:
             continue
-        hidden = s == -np.inf
-        new_m = np.maximum(m, s.max(axis=1))
+        new_m = np.maximum(m, s.max(axis=-1, keepdims=True))
         safe = np.where(new_m == -np.inf, 0, new_m)
         shrink = np.exp(m - safe)
-        p = np.exp(np.subtract(s, safe[:, None], out=s), out=s)
-        l = l * shrink + p.sum(axis=1)  # noqa: E741
+        s -= safe
+        p = np.exp(s, out=s)
+        l = l * shrink + p.sum(axis=-1, keepdims=True)  # noqa: E741
         if problem.dropout:
-            p *= _keep(head, rows, columns)
-        o *= shrink[:, None]
-        o += _product(p, values[columns.start : columns.stop], hidden)
+            p *= heads.keep(rows, columns)
+        o *= shrink
+        o += _product(p, values[:, :, _slice(columns)], hidden)
         m = new_m
 
     if problem.sinks:
-        sink = head.extras.sinks[head.h]
+        sink = heads.extras.sinks[heads.h, None, None]
         top = np.maximum(m, sink)
         safe = np.where(top == -np.inf, 0, top)
         shrink = np.exp(m - safe)
         l, m = l * shrink + np.exp(sink - safe), top  # noqa: E741
-        o *= shrink[:, None]
+        o *= shrink
     empty = l == 0
-    o *= np.where(empty, 0, 1 / ((1 - problem.dropout) * np.where(empty, 1, l)))[:, None]
-    return o, np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))
+    o *= np.where(empty, 0, 1 / ((1 - problem.dropout) * np.where(empty, 1, l)))
+    return o, np.where(empty, -np.inf, m + np.log(np.where(empty, 1, l)))[..., 0]
 
 
 @np.errstate(all="ignore")
@@ -159,28 +159,72 @@ def attention_backward(
     dq, dk, dv = (np.empty(tensor.shape, tensor.dtype) for tensor in (q, k, v))
     sum_dbias = np.zeros(extras.bias.shape, compute) if bias_grad else None
     dsinks = np.zeros(problem.q_heads, compute) if problem.sinks else None
-    for b in range(problem.batch):
-        for g in range(problem.kv_heads):
-            sum_dk = np.zeros((problem.kv_len, problem.head_dim), compute)
-            sum_dv = np.zeros((problem.kv_len, problem.value_dim), compute)
-            group = problem.q_heads // problem.kv_heads
-            for h in range(g * group, (g + 1) * group):
-                head = _Head(problem, extras, b, h)
-                delta = np.einsum("id,id->i", head.rows_of(dout, h), head.rows_of(out, h))
-                if dlse is not None:
-                    delta -= dlse[b, h]
-                delta[lse[b, h] == -np.inf] = 0
-                tensors = [head.rows_of(t, n) for t, n in ((q, h), (k, g), (v, g), (dout, h))]
-                dq[b, :, h, :] = _backward_head(
-                    head, tensors, lse[b, h], delta, sum_dk, sum_dv, sum_dbias
-                )
-                if dsinks is not None:
-                    share = np.exp(extras.sinks[h] - lse[b, h])
-                    dsinks[h] -= (share * delta)[lse[b, h] != -np.inf].sum()
-            dk[b, :, g, :] = sum_dk
-            dv[b, :, g, :] = sum_dv
+    for b, g, query_heads in _parts(problem):
+        keys, values = _rows(problem, k, b, g), _rows(problem, v, b, g)
+        sum_dk, sum_dv = np.zeros_like(keys), np.zeros_like(values)
+        for h in query_heads:
+            heads = _Heads(problem, extras, b, h)
+            queries = _rows(problem, q, b, h) * keys.dtype.type(_factor(problem))
+            douts = _rows(problem, dout, b, h)
+            delta = np.einsum("bhid,bhid->bhi", douts, _rows(problem, out, b, h))
+            if dlse is not None:
+                delta -= dlse[b, h]
+            empty = lse[b, h] == -np.inf
+            delta[empty] = 0
+            tensors, sums = (queries, keys, values, douts), (sum_dk, sum_dv, sum_dbias)
+            sum_dq = _backward_heads(heads, tensors, lse[b, h], delta, sums)
+            dq[b, :, h] = sum_dq.swapaxes(1, 2)
+            if dsinks is not None:
+                share = np.exp(extras.sinks[h, None] - lse[b, h]) * delta
+                dsinks[h] -= np.where(empty, 0, share).sum(axis=(0, 2))
+        dk[b, :, g], dv[b, :, g] = sum_dk.swapaxes(1, 2), sum_dv.swapaxes(1, 2)
     dbias = None if sum_dbias is None else sum_dbias.astype(extras.bias.dtype)
     return dq, dk, dv, dbias, dsinks
+
+
+def _backward_heads(
+    heads: _Heads, tensors: tuple[Array, ...], lse: Array, delta: Array,
+    sums: tuple[Array, Array, Array | None],
+) -> Array:  # fmt: skip
+    """Gradient of the queries; adds to the sums of those of keys, values and the bias."""
+    problem = heads.problem
+    q, k, v, dout = tensors
+    sum_dk, sum_dv, sum_dbias = sums
+    dq = np.zeros_like(q)
+    buffer, second = _buffer(q, k), _buffer(q, k)
+    lse = np.where(lse == -np.inf, np.inf, lse)[..., None]  # empty rows: p = 0
+    for rows in _tiles(range(problem.q_len), TILE_ROWS):
+        i = _slice(rows)
+        for columns in _tiles(visible_keys(problem, rows), TILE_COLUMNS):
+            j = _slice(columns)
+            s, hidden, slope = _scores(heads, rows, columns, q, k, buffer)
+            if s is None:
+                continue
+            np.minimum(s, lse[:, :, i], out=s)  # rounding of a large lse must not grow: p <= 1
+            s -= lse[:, :, i]
+            p = np.exp(s, out=s)
+            dp = np.matmul(dout[:, :, i], v[:, :, j].swapaxes(2, 3), out=_tile(second, rows, columns))
+            if problem.dropout:
+                keep = heads.keep(rows, columns) / p.dtype.type(1 - problem.dropout)
+                dp *= keep
+            dp -= delta[:, :, i, None]
+            ds = np.multiply(p, dp, out=dp)
+            if hidden is not None:
+                np.copyto(ds, 0, where=hidden)  # whatever v, dout or a bent q k^T hold there
+            if problem.dropout:
+                p *= keep
+            if sum_dbias is not None:
+                target = heads.tile_of(sum_dbias, rows, columns)
+                axes = tuple(axis for axis, n in enumerate(target.shape) if n == 1)
+                target += ds.sum(axis=axes, keepdims=True)
+            if slope is not None:
+                ds *= slope if hidden is None else np.where(hidden, 0, slope)
+            hidden_t = None if hidden is None else hidden.swapaxes(2, 3)
+            sum_dv[:, :, j] += _product(p.swapaxes(2, 3), dout[:, :, i], hidden_t)
+            sum_dk[:, :, j] += _product(ds.swapaxes(2, 3), q[:, :, i], hidden_t)
+            dq[:, :, i] += _product(ds, k[:, :, j], hidden)
+    dq *= q.dtype.type(_factor(problem))
+    return dq
 
 
 def dropout_mask(problem: Problem, seed: int) -> Array:
@@ -195,51 +239,49 @@ def dropout_mask(problem: Problem, seed: int) -> Array:
     return mask
 
 
-def _backward_head(
-    head: _Head, tensors: list[Array], lse: Array, delta: Array,
-    sum_dk: Array, sum_dv: Array, sum_dbias: Array | None,
-) -> Array:  # fmt: skip
-    """Gradient of q of one head; adds its share to those of k, v and the bias."""
-    problem = head.problem
-    q, k, v, dout = tensors
-    dq = np.zeros_like(q)
-    scale = q.dtype.type(problem.scale)
-    for rows in _tiles(range(problem.q_len), TILE_ROWS):
-        i = slice(rows.start, rows.stop)
-        finite_lse = np.where(lse[i] == -np.inf, np.inf, lse[i])[:, None]  # empty rows: p = 0
-        for columns in _tiles(visible_keys(problem, rows), TILE_COLUMNS):
-            j = slice(columns.start, columns.stop)
-            s = _logits(head, rows, columns, q[i], k)
-            if s is None:
-                continue
-            hidden = s == -np.inf
-            slope = _softcap_slope(problem, q[i], k[j])
-            p = np.exp(np.subtract(s, finite_lse, out=s), out=s)
-            np.minimum(p, 1, out=p)  # rounding of a large lse must not grow
-            dp = dout[i] @ v[j].T
-            if problem.dropout:
-                keep = _keep(head, rows, columns) / p.dtype.type(1 - problem.dropout)
-                dp *= keep
-            ds = np.subtract(dp, delta[i, None], out=dp)
-            ds *= p
-            ds[hidden] = 0  # whatever v, dout or a bent q k^T hold there
-            if problem.dropout:
-                p *= keep
-            if sum_dbias is not None:
-                target = head.tile_of(sum_dbias, rows, columns)
-                axes = tuple(axis for axis in (0, 1) if target.shape[axis] == 1)
-                target += ds.sum(axis=axes, keepdims=True)
-            if slope is not None:
-                ds *= np.where(hidden, 0, slope)
-            sum_dv[j] += _product(p.T, dout[i], hidden.T)
-            sum_dk[j] += _product(ds.T, q[i], hidden.T) * scale
-            dq[i] += _product(ds, k[j], hidden) * scale
-    return dq
+def _parts(problem: Problem) -> Iterator[tuple[slice, slice, list[slice]]]:
+    """Batch elements, kv heads, and the query heads of these: a first of each group, a second, ...
+
+    Of long sequences one head is enough to do at once, of short ones as many as fill a tile.
+    """
+    tile = min(problem.q_len, TILE_ROWS) * min(problem.kv_len, TILE_COLUMNS)
+    count = max(1, TILE_ROWS * TILE_COLUMNS // max(1, tile))
+    group = problem.q_heads // max(1, problem.kv_heads)
+    step = max(1, min(count, problem.kv_heads))
+    for b in _tiles(range(problem.batch), count // step):
+        for g in _tiles(range(problem.kv_heads), step):
+            first, stop = g.start * group, g.stop * group
+            yield _slice(b), _slice(g), [slice(first + r, stop, group) for r in range(group)]
+
+
+def _rows(problem: Problem, tensor: Array, b: slice, heads: slice) -> Array:
+    """(batch, head, row, channel) of some heads, in the type that arithmetic is done in."""
+    compute = ELEMENT_TYPES[problem.dtype].compute
+    return np.ascontiguousarray(tensor[b, :, heads].swapaxes(1, 2), dtype=compute)
+
+
+def _factor(problem: Problem) -> float:
+    """What queries are multiplied by, once, so that scores need not be."""
+    return problem.scale / (1 if problem.softcap is None else problem.softcap)
+
+
+def _buffer(queries: Array, keys: Array) -> Array:
+    """Memory for a tile of scores, stored key by key: NumPy is quicker along queries."""
+    columns, rows = min(keys.shape[2], TILE_COLUMNS), min(queries.shape[2], TILE_ROWS)
+    return np.empty((*queries.shape[:2], columns, rows), queries.dtype)
+
+
+def _tile(buffer: Array, rows: range, columns: range) -> Array:
+    return buffer[:, :, : len(columns), : len(rows)].swapaxes(2, 3)
 
 
 def _tiles(whole: range, size: int) -> Iterator[range]:
     for start in range(whole.start, whole.stop, size):
         yield range(start, min(start + size, whole.stop))
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop)
 
 
 def visible_keys(problem: Problem, rows: range) -> range:
@@ -251,59 +293,53 @@ def visible_keys(problem: Problem, rows: range) -> range:
     return range(start, max(start, stop))
 
 
-def _logits(head: _Head, rows: range, columns: range, queries: Array, keys: Array) -> Array | None:
-    """Scores of a tile after softcap, bias and masks, -inf where hidden; None if all are."""
-    problem, extras = head.problem, head.extras
-    mask = None
-    if problem.mask:
-        mask = head.tile_of(extras.mask, rows, columns)
-        if not mask.any():
-            return None
-    real = queries.dtype.type
-    s: Array = queries @ keys[columns.start : columns.stop].T
-    s *= real(problem.scale)
+def _scores(
+    heads: _Heads, rows: range, columns: range, queries: Array, keys: Array, buffer: Array
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Scores of a tile after softcap, bias and masks, -inf where hidden; None if all are.
+
+    Also which are hidden, None if none are, and the slope of the softcap, None without one.
+    """
+    problem, extras = heads.problem, heads.extras
+    mask = heads.tile_of(extras.mask, rows, columns) if problem.mask else None
+    if mask is not None and not mask.any():
+        return None, None, None
+    slope = None
+    s = _tile(buffer, rows, columns)
+    np.matmul(queries[:, :, _slice(rows)], keys[:, :, _slice(columns)].swapaxes(2, 3), out=s)
     if problem.softcap is not None:
-        s /= real(problem.softcap)
         np.tanh(s, out=s)
-        s *= real(problem.softcap)
+        slope = problem.softcap * (1 - s * s)
+        s *= problem.softcap
     if problem.bias is not None:
-        s += head.tile_of(extras.bias, rows, columns).astype(s.dtype)
-    i = np.arange(rows.start, rows.stop)[:, None]
+        s += heads.tile_of(extras.bias, rows, columns).astype(s.dtype)
+    i = np.arange(rows.start, rows.stop)[:, None] + problem.offset
     j = np.arange(columns.start, columns.stop)
     if problem.alibi:
-        distance = np.abs(i + problem.kv_len - problem.q_len - j)
-        s -= extras.alibi_slopes[head.b, head.h] * distance.astype(s.dtype)
+        aligned = i - problem.offset + problem.kv_len - problem.q_len
+        slopes = extras.alibi_slopes[heads.b, heads.h, None, None]
+        s -= slopes * np.abs(aligned - j).astype(s.dtype)
 
     left, right = problem.band
-    i = i + problem.offset
-    if right is not None and columns.stop - 1 > rows.start + problem.offset + right:
-        s[j > i + right] = -np.inf
-    if left is not None and columns.start < rows.stop - 1 + problem.offset - left:
-        s[j < i - left] = -np.inf
+    may_hide = mask is not None or problem.bias is not None
+    if right is not None and j[-1] > i[0] + right:
+        np.copyto(s, -np.inf, where=j > i + right)
+        may_hide = True
+    if left is not None and j[0] < i[-1] - left:
+        np.copyto(s, -np.inf, where=j < i - left)
+        may_hide = True
     if mask is not None:
-        s[np.broadcast_to(~mask, s.shape)] = -np.inf
-    return s
+        np.copyto(s, -np.inf, where=~mask)
+    return s, s == -np.inf if may_hide else None, slope
 
 
-def _softcap_slope(problem: Problem, queries: Array, keys: Array) -> Array | None:
-    """Derivative of the capped scores with respect to those before."""
-    if problem.softcap is None:
-        return None
-    bent = np.tanh(queries @ keys.T * queries.dtype.type(problem.scale / problem.softcap))
-    return 1 - bent * bent
-
-
-def _keep(head: _Head, rows: range, columns: range) -> Array:
-    return kept(head.extras.seed, head.problem.drop_below, head.b, head.h, rows, columns)
-
-
-def _product(weights: Array, values: Array, hidden: Array) -> Array:
+def _product(weights: Array, values: Array, hidden: Array | None) -> Array:
     """Product of weights and values in which a hidden pair has no influence, not even by NaN."""
-    special = ~np.isfinite(values).all(axis=1)
-    if not special.any():
+    if hidden is None or np.isfinite(values).all():
         return weights @ values
-    product = weights @ np.where(special[:, None], 0, values)
-    for j in np.flatnonzero(special):
-        visible = ~hidden[:, j]
-        product[visible] += weights[visible, j, None] * values[j]
+    special = ~np.isfinite(values).all(axis=-1)
+    product = weights @ np.where(special[..., None], 0, values)
+    for b, h, j in np.argwhere(special & ~hidden.all(axis=2)):
+        visible = ~hidden[b, h, :, j]
+        product[b, h, visible] += weights[b, h, visible, j, None] * values[b, h, j]
     return product

@@ -12,16 +12,17 @@ struct Params {
     const Element* k;
     const Element* v;
     Element* out;
-    Compute* lse;             // (batch, q_heads, q_len), contiguous
     const Element* dout;
-    Compute* delta;           // like lse: rowsum(dout * out) - dlse
-    const Compute* dlse;      // like lse, or null
-    void* dq;                 // Element, or Compute where an accumulator is asked for
+    void* dq;                 // Element, or Compute where shares are added
     Element* dk;
     Element* dv;
     const unsigned char* mask;
     const BiasElement* bias;
-    BiasElement* dbias;       // contiguous, of the bias's own shape
+    // Contiguous from here on.
+    Compute* lse;             // (batch, q_heads, q_len)
+    Compute* delta;           // like lse: rowsum(dout * out) - dlse
+    const Compute* dlse;      // like lse, or null
+    BiasElement* dbias;       // of the bias's own shape
     const Compute* alibi_slopes;   // (batch, q_heads)
     const Compute* sinks;     // (q_heads)
     Compute* dsinks;          // (q_heads)

@@ -41,6 +41,7 @@ LAYERS = {
     "_interop": 2,
     "_dtypes": 1,
     "_errors": 1,
+    "_values": 1,
     "_version": 1,
 }
 MAY_IMPORT_CUPY = {"_interop", "_device", "_compile", "_launch"}
