@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -37,8 +36,7 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A checked call: its problem, and its arrays with four axes, all on one device."""
 
     problem: Problem
@@ -85,17 +83,15 @@ def _signature(array: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
-    like, tensors = q, list[Any]()
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        array = _interop.native(name, array)
-        tensors.append(_same_place(name, array, tensors[0]) if tensors else array)
-    three_axes = tensors[0].ndim == 3
+    like, q = q, _interop.native("q", q)
+    k = _same_place("k", _interop.native("k", k), q)
+    v = _same_place("v", _interop.native("v", v), q)
+    three_axes = q.ndim == 3
     if three_axes:
-        if tensors[1].ndim != 3 or tensors[2].ndim != 3:
-            shapes = tuple(array.shape for array in tensors)
+        if k.ndim != 3 or v.ndim != 3:
+            shapes = (q.shape, k.shape, v.shape)
             raise reject(ValueError, "q, k and v must have the same number of axes", shapes)
-        tensors = [array[None] for array in tensors]
-    q, k, v = tensors
+        q, k, v = q[None], k[None], v[None]
 
     arrays = {}
     for name in ("mask", "bias", "alibi_slopes", "sinks"):
@@ -143,8 +139,11 @@ def attention(
     problem = call.problem
     shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
     target = None if out is None else _checked_out(call, out, shape)
-    run = _launch.attention if call.on_gpu else reference.attention
-    result, lse = run(problem, call.q, call.k, call.v, call.extras, target)
+    tensors = (problem, call.q, call.k, call.v, call.extras, target)
+    if call.on_gpu:
+        result, lse = _launch.attention(*tensors, return_lse)
+    else:
+        result, lse = reference.attention(*tensors)
     answer = call.answer(result) if out is None else out
     return (answer, call.answer(lse)) if return_lse else answer
 

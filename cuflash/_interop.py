@@ -22,7 +22,7 @@ _CUDA_DEVICES = (2, 13)  # kDLCUDA and kDLCUDAManaged
 
 def library(array: Any) -> str:
     """Name of the top-level package that an array comes from."""
-    return _package(type(array))
+    return _package(type(array))  # type: ignore[arg-type]
 
 
 @cache
@@ -44,9 +44,11 @@ def native(name: str, array: Any) -> Any:
     TypeError
         If it is no array, or lies on a device that is neither a CPU nor a CUDA GPU.
     """
-    if isinstance(array, np.ma.MaskedArray):
-        raise reject(TypeError, f"{name} must be a plain array (give mask=)", "a masked array")
-    if isinstance(array, np.ndarray) or is_cupy(array):
+    if is_cupy(array):
+        return array
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise reject(TypeError, f"{name} must be a plain array (give mask=)", "a masked array")
         return array
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         rule = f"{name} must be an array of NumPy, CuPy or a library with DLPack"

@@ -31,24 +31,24 @@ def _launch(plan: Plan, parameters: Any, index: int) -> None:
 
 def _extra_arrays(extras: Extras) -> dict[str, Any]:
     """The arrays of a call beside q, k and v, fit for kernels."""
-    if extras == (None, None, None, None, extras.seed):
-        return {}
     mask, bias, alibi_slopes, sinks, _ = extras
     bias = None if bias is None else aligned(bias)
     return {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
 
 
 def attention(
-    problem: Problem, q: Any, k: Any, v: Any, extras: Extras, out: Any | None
+    problem: Problem, q: Any, k: Any, v: Any, extras: Extras, out: Any | None, with_lse: bool
 ) -> tuple[Any, Any]:
-    """Output and lse of one problem; all arrays have four axes and lie on one device."""
+    """Output and, if asked for, lse of one problem; all arrays have four axes."""
     empty = cupy_module().empty
     element, index = ELEMENT_TYPES[problem.dtype], device_index(q)
     with _on(index):
         if out is None:
             shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
             out = empty(shape, element.numpy)
-        lse = empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+        lse = None
+        if with_lse:
+            lse = empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
         arrays = Arrays(q, k, v, out, lse=lse, **_extra_arrays(extras))
         parameters, vector = pack(problem, arrays, extras.seed)
         if vector == 0:

@@ -20,6 +20,10 @@ inputs, one tile at a time. With ``D = rowsum(dout * out)``::
 
     dv += p^T dout      dp = dout v^T      ds = p * (dp - D)      dq += ds k      dk += ds^T q
 
+*Speed.* BLAS does the products. The rest is passes over one tile of scores, which is made in the
+same memory every time and fits in the cache of a core; of short sequences one tile holds several
+heads. What no query of a tile sees is skipped, and tiles in which nothing is hidden need no masks.
+
 Sources: Dao et al., "FlashAttention", 2022 (algorithms 1 and 4); Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018. The CUDA kernels in ``kernels/`` do the same.
 """
@@ -37,7 +41,7 @@ from cuflash._problem import Extras, Problem
 
 Array = np.ndarray
 
-TILE_ROWS, TILE_COLUMNS = 256, 512
+TILE_ROWS, TILE_COLUMNS = 256, 512  # queries and keys: 512 KiB of float32
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,20 @@ class _Heads:
         places = (self.b, self.h, _slice(rows), _slice(columns))
         axes = zip(scores.shape, places)
         return scores[tuple(slice(None) if n == 1 else place for n, place in axes)]
+
+    def buffer(self) -> Array:
+        """Memory for the scores of one tile.
+
+        It is laid out key by key, since NumPy is quicker along queries, each with its own maximum;
+        query by query only where a bias has to be added, which is laid out in that way.
+        """
+        problem = self.problem
+        heads = len(range(problem.batch)[self.b]), len(range(problem.q_heads)[self.h])
+        rows, columns = min(problem.q_len, TILE_ROWS), min(problem.kv_len, TILE_COLUMNS)
+        compute = ELEMENT_TYPES[problem.dtype].compute
+        if problem.bias is not None:
+            return np.empty((*heads, rows, columns), compute)
+        return np.empty((*heads, columns, rows), compute).swapaxes(2, 3)
 
     def keep(self, rows: range, columns: range) -> Array:
         """Which scores of a tile dropout keeps."""
@@ -99,7 +117,8 @@ def attention(
         keys, values = _rows(problem, k, b, g), _rows(problem, v, b, g)
         for h in query_heads:
             queries = _rows(problem, q, b, h) * keys.dtype.type(_factor(problem))
-            heads, buffer = _Heads(problem, extras, b, h), _buffer(queries, keys)
+            heads = _Heads(problem, extras, b, h)
+            buffer = heads.buffer()
             for rows in _tiles(range(problem.q_len), TILE_ROWS):
                 i = _slice(rows)
                 tile, lse[b, h, i] = _forward_rows(heads, rows, queries, keys, values, buffer)
@@ -117,10 +136,8 @@ def _forward_rows(
     l = np.zeros_like(m)  # noqa: E741
     o = np.zeros((*shape, problem.value_dim), queries.dtype)
 
-    for columns in _tiles(visible_keys(problem, rows), TILE_COLUMNS):
+    for columns in _visible_tiles(heads, rows):
         s, hidden, _ = _scores(heads, rows, columns, queries, keys, buffer)
-        if s is None:
-            continue
         new_m = np.maximum(m, s.max(axis=-1, keepdims=True))
         safe = np.where(new_m == -np.inf, 0, new_m)
         shrink = np.exp(m - safe)
@@ -187,23 +204,20 @@ def _backward_heads(
     sums: tuple[Array, Array, Array | None],
 ) -> Array:  # fmt: skip
     """Gradient of the queries; adds to the sums of those of keys, values and the bias."""
-    problem = heads.problem
-    q, k, v, dout = tensors
-    sum_dk, sum_dv, sum_dbias = sums
+    problem, (q, k, v, dout), (sum_dk, sum_dv, sum_dbias) = heads.problem, tensors, sums
     dq = np.zeros_like(q)
-    buffer, second = _buffer(q, k), _buffer(q, k)
+    buffer, second = heads.buffer(), heads.buffer()
     lse = np.where(lse == -np.inf, np.inf, lse)[..., None]  # empty rows: p = 0
     for rows in _tiles(range(problem.q_len), TILE_ROWS):
         i = _slice(rows)
-        for columns in _tiles(visible_keys(problem, rows), TILE_COLUMNS):
+        for columns in _visible_tiles(heads, rows):
             j = _slice(columns)
             s, hidden, slope = _scores(heads, rows, columns, q, k, buffer)
-            if s is None:
-                continue
-            np.minimum(s, lse[:, :, i], out=s)  # rounding of a large lse must not grow: p <= 1
+            np.minimum(s, lse[:, :, i], out=s)  # p <= 1, however a large lse was rounded
             s -= lse[:, :, i]
             p = np.exp(s, out=s)
-            dp = np.matmul(dout[:, :, i], v[:, :, j].swapaxes(2, 3), out=_tile(second, rows, columns))
+            dp = second[:, :, : len(rows), : len(columns)]
+            np.matmul(dout[:, :, i], v[:, :, j].swapaxes(2, 3), out=dp)
             if problem.dropout:
                 keep = heads.keep(rows, columns) / p.dtype.type(1 - problem.dropout)
                 dp *= keep
@@ -223,8 +237,7 @@ def _backward_heads(
             sum_dv[:, :, j] += _product(p.swapaxes(2, 3), dout[:, :, i], hidden_t)
             sum_dk[:, :, j] += _product(ds.swapaxes(2, 3), q[:, :, i], hidden_t)
             dq[:, :, i] += _product(ds, k[:, :, j], hidden)
-    dq *= q.dtype.type(_factor(problem))
-    return dq
+    return dq * q.dtype.type(_factor(problem))
 
 
 def dropout_mask(problem: Problem, seed: int) -> Array:
@@ -261,18 +274,8 @@ def _rows(problem: Problem, tensor: Array, b: slice, heads: slice) -> Array:
 
 
 def _factor(problem: Problem) -> float:
-    """What queries are multiplied by, once, so that scores need not be."""
+    """Queries are multiplied by this, so that scores need not be: with it dk is ds^T q."""
     return problem.scale / (1 if problem.softcap is None else problem.softcap)
-
-
-def _buffer(queries: Array, keys: Array) -> Array:
-    """Memory for a tile of scores, stored key by key: NumPy is quicker along queries."""
-    columns, rows = min(keys.shape[2], TILE_COLUMNS), min(queries.shape[2], TILE_ROWS)
-    return np.empty((*queries.shape[:2], columns, rows), queries.dtype)
-
-
-def _tile(buffer: Array, rows: range, columns: range) -> Array:
-    return buffer[:, :, : len(columns), : len(rows)].swapaxes(2, 3)
 
 
 def _tiles(whole: range, size: int) -> Iterator[range]:
@@ -293,19 +296,23 @@ def visible_keys(problem: Problem, rows: range) -> range:
     return range(start, max(start, stop))
 
 
+def _visible_tiles(heads: _Heads, rows: range) -> Iterator[range]:
+    """The columns of all tiles in which something is visible."""
+    mask = heads.extras.mask
+    for columns in _tiles(visible_keys(heads.problem, rows), TILE_COLUMNS):
+        if mask is None or heads.tile_of(mask, rows, columns).any():
+            yield columns
+
+
 def _scores(
     heads: _Heads, rows: range, columns: range, queries: Array, keys: Array, buffer: Array
-) -> tuple[Array | None, Array | None, Array | None]:
-    """Scores of a tile after softcap, bias and masks, -inf where hidden; None if all are.
+) -> tuple[Array, Array | None, Array | None]:
+    """Scores of a tile after softcap, bias and masks, made in the buffer; -inf where hidden.
 
-    Also which are hidden, None if none are, and the slope of the softcap, None without one.
+    Also which are hidden, None if none can be, and the slope of the softcap, None without one.
     """
     problem, extras = heads.problem, heads.extras
-    mask = heads.tile_of(extras.mask, rows, columns) if problem.mask else None
-    if mask is not None and not mask.any():
-        return None, None, None
-    slope = None
-    s = _tile(buffer, rows, columns)
+    s, slope = buffer[:, :, : len(rows), : len(columns)], None
     np.matmul(queries[:, :, _slice(rows)], keys[:, :, _slice(columns)].swapaxes(2, 3), out=s)
     if problem.softcap is not None:
         np.tanh(s, out=s)
@@ -313,23 +320,23 @@ def _scores(
         s *= problem.softcap
     if problem.bias is not None:
         s += heads.tile_of(extras.bias, rows, columns).astype(s.dtype)
-    i = np.arange(rows.start, rows.stop)[:, None] + problem.offset
-    j = np.arange(columns.start, columns.stop)
+    i = np.arange(rows.start, rows.stop) + problem.offset
+    j = np.arange(columns.start, columns.stop)[:, None]
     if problem.alibi:
         aligned = i - problem.offset + problem.kv_len - problem.q_len
         slopes = extras.alibi_slopes[heads.b, heads.h, None, None]
-        s -= slopes * np.abs(aligned - j).astype(s.dtype)
+        s -= slopes * np.abs(aligned - j).T.astype(s.dtype)
 
     left, right = problem.band
-    may_hide = mask is not None or problem.bias is not None
-    if right is not None and j[-1] > i[0] + right:
-        np.copyto(s, -np.inf, where=j > i + right)
+    may_hide = problem.mask or problem.bias is not None
+    if right is not None and columns.stop - 1 > i[0] + right:
+        np.copyto(s, -np.inf, where=(j > i + right).T)
         may_hide = True
-    if left is not None and j[0] < i[-1] - left:
-        np.copyto(s, -np.inf, where=j < i - left)
+    if left is not None and columns.start < i[-1] - left:
+        np.copyto(s, -np.inf, where=(j < i - left).T)
         may_hide = True
-    if mask is not None:
-        np.copyto(s, -np.inf, where=~mask)
+    if problem.mask:
+        np.copyto(s, -np.inf, where=~heads.tile_of(extras.mask, rows, columns))
     return s, s == -np.inf if may_hide else None, slope
 
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
         factor = sum == 0 ? 0 : factor / sum;
         if constexpr (HAS_DROPOUT) factor *= p.keep_scale;
         if (row >= t.rows) continue;
-        if (thread_column() == 0)
+        if (p.lse != nullptr && thread_column() == 0)
             lse[row] = sum == 0 ? -infinity<Compute>() : largest + log_of(sum);
         constexpr int WIDTH = VECTOR < LANES ? VECTOR : LANES;
 #pragma unroll

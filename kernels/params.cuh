@@ -19,7 +19,7 @@ struct Params {
     const unsigned char* mask;
     const BiasElement* bias;
     // Contiguous from here on.
-    Compute* lse;             // (batch, q_heads, q_len)
+    Compute* lse;             // (batch, q_heads, q_len); null where nobody asks for it
     Compute* delta;           // like lse: rowsum(dout * out) - dlse
     const Compute* dlse;      // like lse, or null
     BiasElement* dbias;       // of the bias's own shape
