@@ -96,10 +96,8 @@ __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
-__device__ __forceinline__ float exp_of(float x) {   // weights below 2^-126 become 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
-    return y;
+__device__ __forceinline__ float exp_of(float x) {
+    return exp2_approximate(x * 1.44269504088896341f);
 }
 
 // The logit of the thread's score (r, c) from <q, k>. `slope` becomes its derivative by the

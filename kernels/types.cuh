@@ -1,6 +1,7 @@
 // Element types. `Element` is what arrays hold, `Compute` what arithmetic is done in
 // (float for float16, bfloat16 and float32; double for float64). No CUDA header is needed.
 #pragma once
+#include "ptx.cuh"
 
 using int64 = long long;
 using uint32 = unsigned int;
@@ -11,23 +12,17 @@ struct bfloat16 { unsigned short bits; };
 using float32 = float;
 using float64 = double;
 
-__device__ __forceinline__ float to_float(float16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+__device__ __forceinline__ float to_float(float16 x) { return float_of_half(x.bits); }
 __device__ __forceinline__ float to_float(bfloat16 x) {
     return __uint_as_float(static_cast<uint32>(x.bits) << 16);
 }
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ double to_float(double x) { return x; }
 
-__device__ __forceinline__ void round_to(float16& z, float x) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(z.bits) : "f"(x));
-}
+__device__ __forceinline__ void round_to(float16& z, float x) { z.bits = half_of_float(x); }
 __device__ __forceinline__ void round_to(bfloat16& z, float x) {
 #if __CUDA_ARCH__ >= 800
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(z.bits) : "f"(x));
+    z.bits = bfloat_of_float(x);
 #else
     uint32 u = __float_as_uint(x);
     z.bits = static_cast<unsigned short>(x != x ? 0x7fffu : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
