@@ -1,0 +1,148 @@
+"""A GPU without a GPU: the kernels of `kernels/` compiled by the host's C++ compiler.
+
+`install` puts it in CuPy's place, so that cuflash's own host code launches the kernels. Arrays lie at the end (or the beginning) of their memory pages with an inaccessible page behind (or
+before), so that a kernel that touches anything outside of them ends the process.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from cuflash import _compile, _execute, _interop, _launch, _source
+from cuflash._device import Device
+
+HERE = Path(__file__).parent / "emulator"
+COMPILER = shutil.which("g++")
+PAGE = mmap.PAGESIZE
+
+_MAIN = """
+static Params emulated_params;
+extern "C" int run(unsigned grid, unsigned threads, unsigned shared_bytes, const void* params,
+                   int descending) {
+    std::memcpy(&emulated_params, params, sizeof(Params));
+    std::vector<double> memory(shared_bytes / 8 + 2, NAN);
+    emulated_shared = reinterpret_cast<unsigned char*>(memory.data());
+    emulated_shared += -reinterpret_cast<uintptr_t>(emulated_shared) & 15;
+    emulator::entry = [] { KERNEL(emulated_params); };
+    gridDim.x = grid;
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+        if (!emulator::run_block(threads, descending)) return 1;
+    return 0;
+}
+extern "C" unsigned params_size() { return sizeof(Params); }
+"""
+
+
+def library(plan, folder):
+    """Compile the kernel of a plan; the file is kept by its text in `folder`."""
+    text = _source.source(plan.kernel, plan.constants)
+    start = text.index('#line 1 "ptx.cuh"')
+    end = text.index('#line', start + 1)
+    text = text[:start] + '#include "ptx.cuh"\n' + text[end:]
+    text = text.replace(
+        "extern __shared__ __align__(16) unsigned char shared[];",
+        "unsigned char* shared = emulated_shared;",
+    )
+    text = '#include "cuda.h"\n' + text + _MAIN.replace("KERNEL", plan.kernel)
+    headers = "".join(path.read_text() for path in sorted(HERE.iterdir()))
+    path = Path(folder) / f"{hashlib.sha256((headers + text).encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        source = path.with_suffix(".cpp")
+        source.write_text(text)
+        options = ["-std=gnu++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=fast"]
+        if os.uname().machine == "x86_64":
+            options.append("-mfma")
+        command = [COMPILER, *options, f"-I{HERE}", str(source), "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(path))
+
+
+def fenced(array, before=False):
+    """A copy of an array between inaccessible pages, at the end or at the beginning of its own."""
+    size = max(1, array.nbytes)
+    pages = -(-size // PAGE)
+    area = mmap.mmap(-1, (pages + 2) * PAGE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fence in (base, base + (pages + 1) * PAGE):
+        assert libc.mprotect(ctypes.c_void_p(fence), PAGE, 0) == 0
+    # Wide accesses need 16-byte alignment, which the end of an odd array cannot have.
+    offset = PAGE if before else PAGE + pages * PAGE - -(-size // 16) * 16
+    copy = np.frombuffer(area, array.dtype, array.size, offset).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class Array:
+    """As much of a `cupy.ndarray` as cuflash asks for, around a NumPy array."""
+
+    __module__ = "cupy"
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.data = SimpleNamespace(ptr=inner.ctypes.data, device_id=0)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index):
+        return Array(self.inner[index])
+
+    def reshape(self, shape):
+        return Array(self.inner.reshape(shape))
+
+    def astype(self, dtype, copy=True):
+        return Array(self.inner.astype(dtype, copy=copy))
+
+
+def put(array, before=False):
+    """A NumPy array on the emulated GPU."""
+    return Array(fenced(np.asarray(array), before))
+
+
+def _cupy():
+    """The functions of CuPy that cuflash calls."""
+    return SimpleNamespace(
+        empty=lambda shape, dtype: put(np.full(shape, np.nan).astype(dtype)),
+        zeros=lambda shape, dtype: put(np.zeros(shape, dtype)),
+        ascontiguousarray=lambda array, dtype=None: put(
+            np.ascontiguousarray(array.inner, dtype=dtype)
+        ),
+        broadcast_to=lambda array, shape: Array(np.broadcast_to(array.inner, shape)),
+        cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0)),
+    )
+
+
+def install(monkeypatch, folder, arch=90, descending=False):
+    """Make cuflash use the emulated GPU for arrays of type `Array`.
+
+    Threads run one after another, in ascending or descending order, from one barrier to the next:
+    where the order shows in a result, a barrier is missing.
+    """
+
+    def kernel(plan, device_index, arch):
+        built = library(plan, folder)
+
+        def launch(grid, threads, arguments, shared_mem):
+            (parameters,) = arguments
+            assert built.params_size() == parameters.nbytes
+            address = ctypes.c_void_p(parameters.ctypes.data)
+            vain = built.run(grid[0], threads[0], shared_mem, address, int(descending))
+            assert not vain, "the threads of a block wait for each other in vain"
+
+        return launch
+
+    module = _cupy()
+    for place in (_interop, _launch):
+        monkeypatch.setattr(place, "cupy_module", lambda: module)
+    monkeypatch.setattr(_compile, "kernel", kernel)
+    for place in (_launch, _execute):
+        monkeypatch.setattr(place, "device", lambda index: Device.of_arch(arch))

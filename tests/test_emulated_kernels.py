@@ -1,0 +1,116 @@
+"""The CUDA kernels without a GPU: their source run on the CPU, between inaccessible pages."""
+
+import budget
+import emulated
+import ml_dtypes
+import numpy as np
+import pytest
+from problems import PROBLEMS, make
+
+import cuflash
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+DTYPES = ("float32", "float16", "float64", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+def both_ways(inputs, options, place=emulated.put, **more):
+    """All results by name, as NumPy arrays."""
+    arrays = {name: place(value) for name, value in inputs.items()}
+    there = {
+        name: place(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    dout, dlse = arrays.pop("dout"), arrays.pop("dlse", None)
+    out, lse = cuflash.attention(**arrays, **there, return_lse=True)
+    got = cuflash.attention_backward(
+        dout, *arrays.values(), out, lse, **there, dlse=dlse, bias_grad="bias" in there, **more
+    )
+    results = {"out": out, "lse": lse} | got._asdict()
+    return {name: value.inner for name, value in results.items() if value is not None}
+
+
+SMALL = [name for name in sorted(PROBLEMS) if "many" not in name and "512" not in name]
+
+
+@pytest.mark.parametrize("number", range(0, len(SMALL), 2))
+def test_problem(number, folder, monkeypatch):
+    dtype = DTYPES[number // 2 % 4]
+    inputs, options, answers = make(SMALL[number], dtype)
+    emulated.install(monkeypatch, folder, descending=number % 4 == 0)
+    results = both_ways(inputs, options, deterministic=number % 8 < 4)
+    for name, got in results.items():
+        budget.check(name, got, inputs["q"].dtype, *(answer[name] for answer in answers))
+
+
+@pytest.mark.parametrize("name", ["everything", "causal", "mask_bias"])
+def test_the_order_of_threads_does_not_show(name, folder, monkeypatch):
+    inputs, options, _ = make(name, "float32")
+    results = []
+    for descending in (False, True):
+        emulated.install(monkeypatch, folder, descending=descending)
+        results.append(both_ways(inputs, options, deterministic=True))
+    for key, got in results[0].items():
+        assert got.tobytes() == results[1][key].tobytes(), key
+
+
+@pytest.mark.parametrize("arch", [75, 86])
+def test_the_tiles_of_smaller_gpus(arch, folder, monkeypatch):
+    inputs, options, answers = make("odd_above_tile", "float32")
+    emulated.install(monkeypatch, folder, arch=arch)
+    for name, got in both_ways(inputs, options).items():
+        budget.check(name, got, inputs["q"].dtype, *(answer[name] for answer in answers))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_views_reach_to_the_fences(before, folder, monkeypatch):
+    """Strided views whose first or last element lies beside an inaccessible page."""
+    emulated.install(monkeypatch, folder)
+    rng = np.random.default_rng(0)
+    base = {name: rng.standard_normal((1, 33, 5, 40)).astype("float32") for name in "qkv"}
+
+    def view(array):
+        whole = emulated.put(array, before)
+        return whole[:, ::2, ::2, ::-1] if before else whole[:, 1::2, ::2, 3:]
+
+    q, k, v = (view(array) for array in base.values())
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    right, right_lse = cuflash.attention(q.inner, k.inner, v.inner, causal=True, return_lse=True)
+    np.testing.assert_allclose(out.inner, right, atol=2e-6)
+    np.testing.assert_allclose(lse.inner, right_lse, atol=2e-6)
+    got = cuflash.attention_backward(out, q, k, v, out, lse, causal=True)
+    tensors = (q.inner, k.inner, v.inner, right, right_lse)
+    want = cuflash.attention_backward(right, *tensors, causal=True)
+    for a, b in zip(got[:3], want[:3]):
+        np.testing.assert_allclose(a.inner, b, atol=4e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_values_have_no_influence(value, folder, monkeypatch):
+    emulated.install(monkeypatch, folder)
+    inputs, options, _ = make("mask_causal_softcap", "float32")
+    results = []
+    for special in (0, value):
+        changed = {name: array.copy() for name, array in inputs.items()}
+        changed["k"][:, -1] = changed["v"][:, -1] = special
+        shown = np.arange(changed["k"].shape[1]) < changed["k"].shape[1] - 1
+        mask = options["mask"] & shown
+        results.append(both_ways(changed, {**options, "mask": mask}, deterministic=True))
+    for name, got in results[0].items():
+        assert np.isfinite(got[got != -np.inf]).all()
+        assert np.array_equal(got, results[1][name]), name
+
+
+def test_bits_of_half_types(folder, monkeypatch):
+    """Every finite float16 and bfloat16 comes back from a copy through the kernel unchanged."""
+    emulated.install(monkeypatch, folder)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        v = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(1, 1, 128, 512)
+        v = np.where(np.isfinite(v.astype("float32")), v, np.zeros_like(v))
+        q = np.zeros((1, 1, 128, 8), dtype)
+        out = cuflash.attention(*(emulated.put(array) for array in (q, q, v)))
+        assert (out.inner == v).all()
