@@ -1,7 +1,8 @@
 """A GPU without a GPU: the kernels of `kernels/` compiled by the host's C++ compiler.
 
-`install` puts it in CuPy's place, so that cuflash's own host code launches the kernels. Arrays lie at the end (or the beginning) of their memory pages with an inaccessible page behind (or
-before), so that a kernel that touches anything outside of them ends the process.
+`install` puts it in CuPy's place, so that cuflash's own host code launches the kernels. Arrays lie
+at the end (or the beginning) of their memory pages with an inaccessible page behind (or before), so
+that a kernel that touches anything outside of them ends the process.
 """
 
 import ctypes
