@@ -59,14 +59,13 @@ class _Heads:
     def tile_of(self, scores: Array, rows: range, columns: range) -> Array:
         """The tile of a mask or a bias; a broadcast axis keeps its length of 1."""
         places = (self.b, self.h, _slice(rows), _slice(columns))
-        axes = zip(scores.shape, places)
-        return scores[tuple(slice(None) if n == 1 else place for n, place in axes)]
+        return scores[tuple(slice(None) if n == 1 else p for n, p in zip(scores.shape, places))]
 
     def buffer(self) -> Array:
         """Memory for the scores of one tile.
 
-        It is laid out key by key, since NumPy is quicker along queries, each with its own maximum;
-        query by query only where a bias has to be added, which is laid out in that way.
+        Laid out key by key, since NumPy is quicker along queries, each with its own maximum; but
+        query by query where a bias, laid out in that way, has to be added.
         """
         problem = self.problem
         heads = len(range(problem.batch)[self.b]), len(range(problem.q_heads)[self.h])
@@ -133,9 +132,8 @@ def _forward_rows(
     problem = heads.problem
     shape = (*queries.shape[:2], len(rows))
     m = np.full((*shape, 1), -np.inf, queries.dtype)
-    l = np.zeros_like(m)  # noqa: E741
+    l = np.zeros_like(m)
     o = np.zeros((*shape, problem.value_dim), queries.dtype)
-
     for columns in _visible_tiles(heads, rows):
         s, hidden, _ = _scores(heads, rows, columns, queries, keys, buffer)
         new_m = np.maximum(m, s.max(axis=-1, keepdims=True))
@@ -143,7 +141,7 @@ def _forward_rows(
         shrink = np.exp(m - safe)
         s -= safe
         p = np.exp(s, out=s)
-        l = l * shrink + p.sum(axis=-1, keepdims=True)  # noqa: E741
+        l = l * shrink + p.sum(axis=-1, keepdims=True)
         if problem.dropout:
             p *= heads.keep(rows, columns)
         o *= shrink
@@ -155,7 +153,7 @@ def _forward_rows(
         top = np.maximum(m, sink)
         safe = np.where(top == -np.inf, 0, top)
         shrink = np.exp(m - safe)
-        l, m = l * shrink + np.exp(sink - safe), top  # noqa: E741
+        l, m = l * shrink + np.exp(sink - safe), top
         o *= shrink
     empty = l == 0
     o *= np.where(empty, 0, 1 / ((1 - problem.dropout) * np.where(empty, 1, l)))
@@ -237,18 +235,17 @@ def _backward_heads(
             sum_dv[:, :, j] += _product(p.swapaxes(2, 3), dout[:, :, i], hidden_t)
             sum_dk[:, :, j] += _product(ds.swapaxes(2, 3), q[:, :, i], hidden_t)
             dq[:, :, i] += _product(ds, k[:, :, j], hidden)
-    return dq * q.dtype.type(_factor(problem))
+    dq *= q.dtype.type(_factor(problem))
+    return dq
 
 
 def dropout_mask(problem: Problem, seed: int) -> Array:
     """The keep mask of all scores, (batch, q_heads, q_len, kv_len)."""
     mask = np.empty((problem.batch, problem.q_heads, problem.q_len, problem.kv_len), bool)
     columns = range(problem.kv_len)
-    for b in range(problem.batch):
-        for h in range(problem.q_heads):
-            for rows in _tiles(range(problem.q_len), TILE_ROWS):
-                tile = kept(seed, problem.drop_below, b, h, rows, columns)
-                mask[b, h, rows.start : rows.stop] = tile
+    for b, h in np.ndindex(mask.shape[:2]):
+        for rows in _tiles(range(problem.q_len), TILE_ROWS):
+            mask[b, h, _slice(rows)] = kept(seed, problem.drop_below, b, h, rows, columns)
     return mask
 
 
@@ -326,7 +323,6 @@ def _scores(
         aligned = i - problem.offset + problem.kv_len - problem.q_len
         slopes = extras.alibi_slopes[heads.b, heads.h, None, None]
         s -= slopes * np.abs(aligned - j).T.astype(s.dtype)
-
     left, right = problem.band
     may_hide = problem.mask or problem.bias is not None
     if right is not None and columns.stop - 1 > i[0] + right:
@@ -343,9 +339,9 @@ def _scores(
 def _product(weights: Array, values: Array, hidden: Array | None) -> Array:
     """Product of weights and values in which a hidden pair has no influence, not even by NaN."""
     if hidden is None or np.isfinite(values).all():
-        return weights @ values
+        return np.asarray(weights @ values)
     special = ~np.isfinite(values).all(axis=-1)
-    product = weights @ np.where(special[..., None], 0, values)
+    product: Array = weights @ np.where(special[..., None], 0, values)
     for b, h, j in np.argwhere(special & ~hidden.all(axis=2)):
         visible = ~hidden[b, h, :, j]
         product[b, h, visible] += weights[b, h, visible, j, None] * values[b, h, j]
