@@ -139,8 +139,8 @@ def attention_backward(
 
     Notes
     -----
-    Equation numbers and symbols: Dao et al., 2022, algorithm 4. With the scores' probabilities
-    ``p = exp(s - lse)``: ``ds = p * (dout v^T - rowsum(dout * out) + dlse)``.
+    With the probabilities ``p = exp(s - lse)``, the scores' gradients are
+    ``ds = p * (dout v^T - rowsum(dout * out) + dlse)``. Source: Dao et al., 2022, algorithm 4.
 
     Examples
     --------
@@ -253,6 +253,8 @@ def explain(
     arch: int | None = None,
 ) -> Any:  # fmt: skip
     """How a call of :func:`attention` and its gradient would run: kernels, tiles, memory traffic.
+
+    Shown for arrays with aligned, contiguous rows; others get narrower memory accesses.
 
     Parameters
     ----------

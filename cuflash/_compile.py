@@ -126,7 +126,8 @@ def build(plan: Plan, arch: int) -> Build:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: CuPy's cache."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    default = os.path.expanduser("~/.cupy/kernel_cache")
+    return Path(os.environ.get("CUPY_CACHE_DIR") or default)
 
 
 def _cache_file(plan: Plan, arch: int) -> Path:

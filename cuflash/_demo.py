@@ -109,10 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _length(word: str) -> int:
-    length = int(word)
-    if length < LEAST_LENGTH:
-        raise argparse.ArgumentTypeError(f"must be at least {LEAST_LENGTH}. Got {length}.")
-    return length
+    if not word.isdecimal() or int(word) < LEAST_LENGTH:
+        rule = f"a length must be an integer of at least {LEAST_LENGTH}"
+        raise argparse.ArgumentTypeError(f"{rule}. Got {word!r}.")
+    return int(word)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         xp = _module(arguments.device)
     except (ImportError, RuntimeError) as error:
-        print(f"{error} See: python -m cuflash info.", file=sys.stderr)
+        print(f"{error} (See: python -m cuflash info)", file=sys.stderr)
         return 1
     dtype = arguments.dtype or ("float32" if xp is np else "float16")
     place = Place(xp, ELEMENT_TYPES[dtype].numpy)

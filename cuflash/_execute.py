@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from cuflash._device import Device, device
 from cuflash._dropout import new_seed
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._errors import reject
-from cuflash._problem import Extras, Problem, checked_seed, describe
+from cuflash._problem import Extras, Problem, check_flag, checked_seed, describe
 
 
 class Gradients(NamedTuple):
@@ -54,7 +53,7 @@ class _Call(NamedTuple):
 
     def taken(self, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Another array that belongs to the problem, checked, with its batch axis."""
-        array = _same_place(name, _interop.native(name, array), self.q)
+        array = _interop.same_place(name, _interop.native(name, array), self.q)
         if self.three_axes:
             array = array[None]
         if array.shape != shape:
@@ -70,22 +69,14 @@ class _Call(NamedTuple):
         return _interop.answer(array[0] if self.three_axes else array, self.like)
 
 
-def _same_place(name: str, array: Any, q: Any) -> Any:
-    index = _interop.device_index(array)
-    if index != _interop.device_index(q):
-        where = f"CUDA device {index}" if index >= 0 else "the CPU"
-        raise reject(ValueError, f"{name} must lie on the device of q", where)
-    return array
-
-
 def _signature(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     return array.shape, array.dtype
 
 
 def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
     like, q = q, _interop.native("q", q)
-    k = _same_place("k", _interop.native("k", k), q)
-    v = _same_place("v", _interop.native("v", v), q)
+    k = _interop.same_place("k", _interop.native("k", k), q)
+    v = _interop.same_place("v", _interop.native("v", v), q)
     three_axes = q.ndim == 3
     if three_axes:
         if k.ndim != 3 or v.ndim != 3:
@@ -97,7 +88,7 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
     for name in ("mask", "bias", "alibi_slopes", "sinks"):
         array = options[name]
         if array is not None:
-            arrays[name] = _same_place(name, _interop.native(name, array), q)
+            arrays[name] = _interop.same_place(name, _interop.native(name, array), q)
     problem = describe(
         _signature(q), _signature(k), _signature(v),
         causal=options["causal"], window=options["window"],
@@ -115,26 +106,18 @@ def _extras(problem: Problem, arrays: dict[str, Any], options: Mapping[str, Any]
         seed = new_seed()
     if not arrays:
         return Extras(seed=seed or 0)
-    compute = ELEMENT_TYPES[problem.dtype].compute
-    found = {}
-    for name, array in arrays.items():
-        if name in ("mask", "bias"):
-            found[name] = array[(None,) * (4 - array.ndim)]
-        else:
-            xp = _module(array)
-            shape = (problem.batch, problem.q_heads) if name == "alibi_slopes" else array.shape
-            found[name] = xp.ascontiguousarray(xp.broadcast_to(array, shape), dtype=compute)
+    found = {
+        name: array[(None,) * (4 - array.ndim)] if name in ("mask", "bias") else array
+        for name, array in arrays.items()
+    }
     return Extras(**found, seed=seed or 0)
-
-
-def _module(array: Any) -> ModuleType | Any:
-    return np if isinstance(array, np.ndarray) else _interop.cupy_module()
 
 
 def attention(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], return_lse: bool, out: Any
 ) -> Any:
     """The forward pass; `options` holds the keywords that both directions share."""
+    check_flag("return_lse", return_lse)
     call = _prepare(q, k, v, options)
     problem = call.problem
     shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
@@ -144,11 +127,14 @@ def attention(
         result, lse = _launch.attention(*tensors, return_lse)
     else:
         result, lse = reference.attention(*tensors)
-    answer = call.answer(result) if out is None else out
+    answer = call.answer(result)  # orders the streams of q's library, where `out` is given too
+    answer = answer if out is None else out
     return (answer, call.answer(lse)) if return_lse else answer
 
 
 def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
+    if _interop.library(out) in ("jax", "jaxlib", "tensorflow"):
+        raise reject(TypeError, "out must be an array that may change", type(out).__name__)
     target = call.taken("out", out, shape, ELEMENT_TYPES[call.problem.dtype].numpy)
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError("out must be writeable. Got a read-only array.")
@@ -168,6 +154,8 @@ def attention_backward(
     dlse: Any, bias_grad: bool, deterministic: bool,
 ) -> Gradients:  # fmt: skip
     """The backward pass; `options` as in the forward pass."""
+    check_flag("bias_grad", bias_grad)
+    check_flag("deterministic", deterministic)
     call = _prepare(q, k, v, options)
     problem, bias = call.problem, call.extras.bias
     if problem.dropout and options["seed"] is None:
@@ -187,10 +175,8 @@ def attention_backward(
         problem, dout, call.q, call.k, call.v, out, lse, call.extras, dlse, bias_grad, deterministic
     )
     if dbias is not None:
-        dbias = _interop.answer(dbias.reshape(options["bias"].shape), call.like)
-    if dsinks is not None:
-        given = _interop.native("sinks", options["sinks"]).dtype
-        dsinks = _interop.answer(dsinks.astype(given, copy=False), call.like)
+        dbias = _interop.answer(dbias.reshape(call.given["bias"].shape), call.like)
+    dsinks = _interop.answer(dsinks, call.like)
     return Gradients(call.answer(dq), call.answer(dk), call.answer(dv), dbias, dsinks)
 
 

@@ -38,7 +38,7 @@ class Explanation:
             return ()
         try:
             return tuple(_compile.build(plan, self.device.arch) for plan in self.plans)
-        except ImportError:
+        except (ImportError, RuntimeError):  # no compiler, or none for this architecture
             return ()
 
     @property
@@ -61,7 +61,7 @@ class Explanation:
 
 
 def explain(problem: Problem, device: Device | None, vector: int = 16) -> Explanation:
-    """Plans a problem for arrays whose rows are aligned."""
+    """Plans a problem for arrays with aligned, contiguous rows."""
     if device is None:
         return Explanation(problem, None)
     size = ELEMENT_TYPES[problem.dtype].size
@@ -96,7 +96,7 @@ def _details(plan: _plan.Plan, build: _compile.Build | None) -> list[str]:
     launch = f"  grid {plan.grid:,} blocks of {plan.threads} threads"
     if plan.shared_bytes:
         launch += f", {plan.shared_bytes / 1024:.1f} KiB shared memory"
-    if build is not None:
+    if build is not None and build.registers:  # PTX has none yet
         spills = f"{build.spill_bytes} bytes spilled" if build.spill_bytes else "no spills"
         launch += f", {build.registers} registers, {spills}"
     if "BLOCK_M" not in names:

@@ -62,6 +62,9 @@ def native(name: str, array: Any) -> Any:
 
 
 def _from_cpu(name: str, array: Any) -> np.ndarray:
+    if getattr(array, "requires_grad", False):
+        rule = f"{name} must be detached from its library's gradients (.detach())"
+        raise reject(ValueError, rule, type(array).__name__)
     dtype = str(getattr(array, "dtype", "unknown"))
     if not dtype.endswith("bfloat16"):
         try:
@@ -75,9 +78,10 @@ def _from_cpu(name: str, array: Any) -> np.ndarray:
 
 
 def answer(array: Any, like: Any) -> Any:
-    """A NumPy or CuPy array as one of the library that `like` comes from, without a copy.
+    """A NumPy or CuPy array as one of the library that `like` comes from.
 
-    Libraries that cannot be recognised get the NumPy or CuPy array itself.
+    Without a copy, but for JAX on the CPU. Libraries that cannot be recognised get the NumPy or
+    CuPy array itself.
     """
     name = library(like)
     if array is None or isinstance(like, np.ndarray) or name == "cupy":
@@ -102,6 +106,15 @@ def answer(array: Any, like: Any) -> Any:
 def device_index(array: Any) -> int:
     """Index of the GPU that a CuPy array lies on; -1 for a NumPy array."""
     return -1 if isinstance(array, np.ndarray) else array.data.device_id
+
+
+def same_place(name: str, array: Any, first: Any, what: str = "q") -> Any:
+    """The array, if it lies on the device of the first one, which is called `what`."""
+    index = device_index(array)
+    if index != device_index(first):
+        where = f"CUDA device {index}" if index >= 0 else "the CPU"
+        raise reject(ValueError, f"{name} must lie on the device of {what}", where)
+    return array
 
 
 def cupy_module() -> Any:
@@ -146,10 +159,13 @@ def repeats(array: Any) -> bool:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays of one device share memory."""
-    if isinstance(a, np.ndarray):
-        return np.shares_memory(a, b)
-    return np.shares_memory(_shadow(a), _shadow(b))
+    """Whether two arrays of one device share memory, or are too intricate to tell."""
+    if not isinstance(a, np.ndarray):
+        a, b = _shadow(a), _shadow(b)
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True
 
 
 def _shadow(array: Any) -> np.ndarray:

@@ -16,8 +16,10 @@ from cuflash._problem import Extras, Problem
 _HERE = nullcontext()
 
 
-def _on(index: int) -> Any:
-    """Makes a device current, if it is not."""
+def on_device(index: int) -> Any:
+    """Makes a device current, if it is not; -1 is the CPU."""
+    if index < 0:
+        return _HERE
     cuda = cupy_module().cuda
     return _HERE if cuda.runtime.getDevice() == index else cuda.Device(index)
 
@@ -29,11 +31,23 @@ def _launch(plan: Plan, parameters: Any, index: int) -> None:
     kernel((plan.grid,), (plan.threads,), (parameters,), shared_mem=plan.shared_bytes)
 
 
-def _extra_arrays(extras: Extras) -> dict[str, Any]:
+def _contiguous(array: Any, dtype: str | None = None) -> Any:
+    return cupy_module().ascontiguousarray(aligned(array), dtype=dtype)
+
+
+def _extra_arrays(problem: Problem, extras: Extras) -> dict[str, Any]:
     """The arrays of a call beside q, k and v, fit for kernels."""
-    mask, bias, alibi_slopes, sinks, _ = extras
-    bias = None if bias is None else aligned(bias)
-    return {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    mask, bias, slopes, sinks, _ = extras
+    compute = ELEMENT_TYPES[problem.dtype].compute
+    if slopes is not None:
+        shape = (problem.batch, problem.q_heads)
+        slopes = _contiguous(cupy_module().broadcast_to(aligned(slopes), shape), compute)
+    return {
+        "mask": mask,
+        "bias": None if bias is None else aligned(bias),
+        "alibi_slopes": slopes,
+        "sinks": None if sinks is None else _contiguous(sinks, compute),
+    }
 
 
 def attention(
@@ -42,14 +56,22 @@ def attention(
     """Output and, if asked for, lse of one problem; all arrays have four axes."""
     empty = cupy_module().empty
     element, index = ELEMENT_TYPES[problem.dtype], device_index(q)
-    with _on(index):
+    with on_device(index):
         if out is None:
             shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
             out = empty(shape, element.numpy)
         lse = None
         if with_lse:
             lse = empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
-        arrays = Arrays(q, k, v, out, lse=lse, **_extra_arrays(extras))
+        extra = _extra_arrays(problem, extras)
+        if problem.empty:
+            out.fill(0)
+            if lse is not None:
+                lse.fill(-float("inf"))
+                if problem.sinks:
+                    lse[...] = extra["sinks"][:, None]
+            return out, lse
+        arrays = Arrays(q, k, v, out, lse=lse, **extra)
         parameters, vector = pack(problem, arrays, extras.seed)
         if vector == 0:
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
@@ -64,11 +86,12 @@ def attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients (dq, dk, dv, dbias, dsinks) of one problem."""
     cupy = cupy_module()
-    empty, contiguous = cupy.empty, cupy.ascontiguousarray
-    element = ELEMENT_TYPES[problem.dtype]
-    with _on(device_index(q)):
+    empty, element = cupy.empty, ELEMENT_TYPES[problem.dtype]
+    with on_device(device_index(q)):
+        if problem.empty:
+            return _empty_gradients(problem, q, k, v, extras, lse, dlse, bias_grad)
         dout, q, k, v, out = (aligned(array) for array in (dout, q, k, v, out))
-        extra, lse = _extra_arrays(extras), contiguous(lse)
+        extra, lse = _extra_arrays(problem, extras), _contiguous(lse)
         # Key tiles add their shares of dq to zeros, in the compute type.
         sums = None if deterministic else cupy.zeros(q.shape, element.compute)
         direct = sums is not None and sums.dtype == q.dtype
@@ -77,13 +100,31 @@ def attention_backward(
             dq=sums if direct else empty(q.shape, element.numpy),
             dk=empty(k.shape, element.numpy), dv=empty(v.shape, element.numpy),
             lse=lse, delta=empty(lse.shape, element.compute),
-            dlse=None if dlse is None else contiguous(dlse),
+            dlse=None if dlse is None else _contiguous(dlse),
             dbias=empty(extras.bias.shape, extras.bias.dtype) if bias_grad else None,
             dsinks=empty(problem.q_heads, element.compute) if problem.sinks else None,
             **extra,
         )  # fmt: skip
         _run_backward(problem, arrays, sums, extras.seed)
-    return arrays.dq, arrays.dk, arrays.dv, arrays.dbias, arrays.dsinks
+        dsinks = arrays.dsinks
+        if dsinks is not None:
+            dsinks = dsinks.astype(extras.sinks.dtype, copy=False)
+    return arrays.dq, arrays.dk, arrays.dv, arrays.dbias, dsinks
+
+
+def _empty_gradients(
+    problem: Problem, q: Any, k: Any, v: Any, extras: Extras, lse: Any, dlse: Any | None,
+    bias_grad: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Zeros; but where there are sinks and no keys, lse is the sink, and dlse its gradient."""
+    cupy = cupy_module()
+    dq, dk, dv = (cupy.zeros(tensor.shape, tensor.dtype) for tensor in (q, k, v))
+    dbias = cupy.zeros(extras.bias.shape, extras.bias.dtype) if bias_grad else None
+    dsinks = cupy.zeros(problem.q_heads, extras.sinks.dtype) if problem.sinks else None
+    if dsinks is not None and dlse is not None:
+        shares = cupy.where(aligned(lse) == -float("inf"), 0, aligned(dlse))
+        dsinks += shares.sum(axis=(0, 2)).astype(dsinks.dtype)
+    return dq, dk, dv, dbias, dsinks
 
 
 def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int) -> None:
@@ -93,7 +134,7 @@ def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int)
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, sums is None, shape):
         if plan.kernel == "convert_dq":
-            parameters_of_dq, _ = pack(problem, Arrays(dq=arrays.dq, delta=sums))
+            parameters_of_dq, _ = pack(problem, Arrays(dq=arrays.dq, sums=sums))
             _launch(plan, parameters_of_dq, index)
         else:
             _launch(plan, parameters, index)
@@ -101,9 +142,9 @@ def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int)
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
     """The keep mask of a problem, a boolean array on a device."""
-    with _on(index):
+    with on_device(index):
         shape = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
         mask = cupy_module().empty(shape, bool)
-        parameters, _ = pack(problem, Arrays(dq=mask), seed)
+        parameters, _ = pack(problem, Arrays(kept=mask), seed)
         _launch(_plan.dropout_mask(problem), parameters, index)
     return mask

@@ -10,6 +10,7 @@ import numpy as np
 from cuflash import _interop
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._errors import reject
+from cuflash._launch import on_device
 
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -21,8 +22,13 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     outs = [_interop.native("outs", out) for out in outs]
     lses = [_interop.native("lses", lse) for lse in lses]
     _check(outs, lses)
-    xp = np if isinstance(outs[0], np.ndarray) else _interop.cupy_module()
-    with np.errstate(invalid="ignore", divide="ignore"):
+    index = _interop.device_index(outs[0])
+    with on_device(index), np.errstate(invalid="ignore", divide="ignore"):
+        xp = np
+        if index >= 0:
+            xp = _interop.cupy_module()
+            outs = [_interop.aligned(out) for out in outs]
+            lses = [_interop.aligned(lse) for lse in lses]
         top = lses[0]
         for lse in lses[1:]:
             top = xp.maximum(top, lse)
@@ -35,7 +41,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         for weight, part in zip(weights, outs):
             rows = _rows(weight * share)
             out += xp.where(rows == 0, 0, rows * part)  # an empty part may hold anything
-    return _interop.answer(out.astype(outs[0].dtype), like), _interop.answer(lse, like)
+        out = out.astype(outs[0].dtype)
+    return _interop.answer(out, like), _interop.answer(lse, like)
 
 
 def _rows(weights: Any) -> Any:
@@ -51,6 +58,9 @@ def _check(outs: list[Any], lses: list[Any]) -> None:
         raise reject(ValueError, "outs must have axes (batch, seq, heads, head_dim)", shape)
     rows = (*shape[:-3], shape[-2], shape[-3])
     compute = np.dtype(ELEMENT_TYPES[dtype.name].compute)
+    for name, arrays in (("outs", outs), ("lses", lses)):
+        for array in arrays:
+            _interop.same_place(name, array, outs[0], "outs[0]")
     for out in outs:
         if out.shape != shape:
             raise reject(ValueError, f"outs must all have shape {shape}", out.shape)
@@ -61,5 +71,3 @@ def _check(outs: list[Any], lses: list[Any]) -> None:
             raise reject(ValueError, f"lses must have shape {rows}", lse.shape)
         if lse.dtype != compute:
             raise reject(TypeError, f"lses must have dtype {compute.name}", lse.dtype.name)
-    if len({isinstance(array, np.ndarray) for array in (*outs, *lses)}) > 1:
-        raise ValueError("outs and lses must lie on one device. Got CPU and CUDA arrays.")

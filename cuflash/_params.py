@@ -22,7 +22,7 @@ Described = tuple[tuple[int, ...], tuple[int, ...], int] | None
 class Arrays(NamedTuple):
     """The arrays of a launch, in the order of the struct's pointers; None where there is none.
 
-    Those of q, k, v, mask and bias have four axes; those from `lse` to `dsinks` are contiguous.
+    Those of q, k, v, mask and bias have four axes; those from `lse` on are contiguous.
     """
 
     q: Any = None
@@ -42,6 +42,8 @@ class Arrays(NamedTuple):
     alibi_slopes: Any = None
     sinks: Any = None
     dsinks: Any = None
+    sums: Any = None
+    kept: Any = None
 
 
 _STRIDED = Arrays._fields.index("lse")
@@ -99,8 +101,8 @@ def _layout(problem: Problem, *described: Described) -> Layout:
     numbers = struct.pack(
         "<13q",
         problem.batch, problem.q_len, problem.kv_len, problem.q_heads, problem.kv_heads,
-        problem.offset, _FAR if left is None else min(left, _FAR),
-        _FAR if right is None else min(right, _FAR), problem.kv_len - problem.q_len,
+        problem.offset, _FAR if left is None else left, _FAR if right is None else right,
+        problem.kv_len - problem.q_len,
         *((0, 0, 0, 0) if bias is None else bias[0]),
     )  # fmt: skip
     kind = "f" if ELEMENT_TYPES[problem.dtype].compute == "float32" else "d"

@@ -1,4 +1,4 @@
-"""``python -m cuflash compile``: every kernel variant, built with or without a GPU, and judged."""
+"""``python -m cuflash compile``: a variant of each kind, built with or without a GPU, and judged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def default_archs() -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--arch", type=int, nargs="+", help="architectures, as 90 for sm_90")
+    parser.add_argument("--arch", type=int, nargs="+", help="architectures to compile for, e.g. 90 for sm_90")
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
     parser.add_argument("--quiet", action="store_true", help="print faults and totals only")
@@ -77,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 1 if a variant spills too much or the assembler complains."""
+    try:
+        return _run(arguments)
+    except (ImportError, RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
     done, faulty, start = [], 0, time.perf_counter()
     for report in reports(arguments.arch or default_archs(), arguments.kernel, arguments.jobs):
         done.append(report)

@@ -82,7 +82,9 @@ class Extras(NamedTuple):
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str)) or (
+        hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic))
+    ):  # reading a number off a GPU would wait for it
         raise reject(TypeError, f"{name} must be a number", value)
     try:
         number = float(value)
@@ -101,7 +103,7 @@ def _alignment(causal: Any) -> str | None:
             rule = 'causal must be True, False, "bottom-right" or "top-left"'
             raise reject(ValueError, rule, causal)
         return causal
-    if type(causal).__name__ not in ("bool", "bool_"):
+    if not isinstance(causal, (bool, np.bool_)):
         raise reject(TypeError, "causal must be a boolean or the name of an alignment", causal)
     return "bottom-right" if causal else None
 
@@ -109,6 +111,8 @@ def _alignment(causal: Any) -> str | None:
 def _side(window: Any, side: Any) -> int | None:
     if side is None:
         return None
+    if isinstance(side, bool):
+        raise reject(TypeError, "window must hold integers or None", window)
     try:
         count = operator.index(side)
     except TypeError as error:
@@ -203,12 +207,20 @@ def _describe(
     _check_arrays(mask, bias, alibi_slopes, sinks, (batch, q_heads, q_len, kv_len))
     if softcap is not None and softcap <= 0:
         raise reject(ValueError, "softcap must be positive", softcap)
+    limits = np.finfo(ELEMENT_TYPES[q[1].name].compute)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value and not float(limits.tiny) <= abs(value) <= float(limits.max):
+            raise reject(ValueError, f"{name} must be a normal number in {limits.dtype}", value)
+    # An end that lies beyond all keys is open.
+    left, right = (
+        None if side is None or side >= q_len + kv_len else side for side in window or (None, None)
+    )
     if not 0 <= dropout < 1:
         raise reject(ValueError, "dropout must lie in [0, 1)", dropout)
     return Problem(
         batch, q_len, kv_len, q_heads, kv_heads, head_dim, v[0][3], q[1].name,
         1 / math.sqrt(head_dim) if scale is None else scale,
-        _alignment(causal or False), window or (None, None), softcap, dropout,
+        _alignment(causal or False), (left, right), softcap, dropout,
         mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
     )  # fmt: skip
 
@@ -229,6 +241,12 @@ def _check_arrays(
         _check_heads("alibi_slopes", alibi_slopes, ((full[1],), full[:2]))
     if sinks is not None:
         _check_heads("sinks", sinks, ((full[1],),))
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless the value is a boolean."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise reject(TypeError, f"{name} must be a boolean", value)
 
 
 def checked_seed(seed: Any) -> int:

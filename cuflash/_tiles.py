@@ -1,4 +1,4 @@
-"""The tile tables of the generic kernels: data, with the reason for each in benchmarks/NOTES.md."""
+"""The tile tables of the generic kernels: data. benchmarks/NOTES.md tells what was measured."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class Entry:
 Table = dict[str, tuple[Entry, ...]]
 
 # By compute type. The width is value_dim in the forward pass, the larger of head_dim and value_dim
-# in the backward pass. Measured on an H200 (benchmarks/NOTES.md); the last tiles of a row are for
-# GPUs with less shared memory.
+# in the backward pass. The first plain tiles up to width 256 (float64: 128) won on an H200; the
+# others are the largest that fit without spilling. The last tiles of a row are for GPUs with less
+# shared memory.
 _T = Tile
 FORWARD: Table = {
     "float32": (

@@ -12,7 +12,7 @@ class HashedOnce:
         state = self.__dict__
         found: int | None = state.get("_hash")
         if found is None:
-            found = state["_hash"] = hash(tuple(state.values()))
+            found = state["_hash"] = hash(tuple(self.__getstate__().values()))
         return found
 
     def __getstate__(self) -> dict[str, Any]:

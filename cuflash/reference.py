@@ -7,7 +7,7 @@ tokens they take 16 GiB per head. So they are made tile by tile and used at once
 whole row, which are not known before its end; the **online softmax** keeps running ones, and when
 the maximum grows, what was summed so far is scaled down by ``exp(old - new)``::
 
-    s   = scale * q k^T                     scores of one tile (softcap, bias, masks: `_logits`)
+    s   = scale * q k^T                     scores of one tile (softcap, bias, masks: `_scores`)
     m'  = max(m, rowmax(s))                 running maximum
     p   = exp(s - m')
     l'  = l * exp(m - m') + rowsum(p)       running sum
@@ -112,6 +112,7 @@ def attention(
         shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
         out = np.empty(shape, element.numpy)
     lse = np.empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+    extras = _per_head(problem, extras)
     for b, g, query_heads in _parts(problem):
         keys, values = _rows(problem, k, b, g), _rows(problem, v, b, g)
         for h in query_heads:
@@ -171,6 +172,7 @@ def attention_backward(
     always made in the same order, whether asked to be `deterministic` or not.
     """
     compute = ELEMENT_TYPES[problem.dtype].compute
+    given, extras = extras, _per_head(problem, extras)
     dq, dk, dv = (np.empty(tensor.shape, tensor.dtype) for tensor in (q, k, v))
     sum_dbias = np.zeros(extras.bias.shape, compute) if bias_grad else None
     dsinks = np.zeros(problem.q_heads, compute) if problem.sinks else None
@@ -194,7 +196,19 @@ def attention_backward(
                 dsinks[h] -= np.where(empty, 0, share).sum(axis=(0, 2))
         dk[b, :, g], dv[b, :, g] = sum_dk.swapaxes(1, 2), sum_dv.swapaxes(1, 2)
     dbias = None if sum_dbias is None else sum_dbias.astype(extras.bias.dtype)
+    if dsinks is not None:
+        dsinks = dsinks.astype(given.sinks.dtype)
     return dq, dk, dv, dbias, dsinks
+
+
+def _per_head(problem: Problem, extras: Extras) -> Extras:
+    """Slopes as (batch, q_heads) and sinks, in the type that arithmetic is done in."""
+    compute, (_, _, slopes, sinks, _) = ELEMENT_TYPES[problem.dtype].compute, extras
+    if slopes is not None:
+        slopes = np.broadcast_to(slopes, (problem.batch, problem.q_heads)).astype(compute)
+    return extras._replace(
+        alibi_slopes=slopes, sinks=None if sinks is None else sinks.astype(compute)
+    )
 
 
 def _backward_heads(

@@ -1,5 +1,5 @@
 // D = rowsum(dout * out) - dlse, one number per query row: what softmax's gradient subtracts.
-// Rows that see nothing (lse -inf) get 0, whatever dout holds there.
+// Rows with lse -inf, which see nothing, get 0, whatever dout holds there.
 //
 // Grid: one-dimensional, each warp takes rows warp, + warps in the grid, ...
 // Constants: VALUE_DIM, THREADS.
@@ -18,8 +18,8 @@ attention_backward_prepare(const __grid_constant__ Params p) {
                               h * p.dout_strides.head;
         Compute sum = 0;
         for (int c = lane; c < VALUE_DIM; c += 32)
-            sum += static_cast<Compute>(to_float(out[c * p.out_strides.channel])) *
-                   static_cast<Compute>(to_float(dout[c * p.dout_strides.channel]));
+            sum += static_cast<Compute>(to_compute(out[c * p.out_strides.channel])) *
+                   static_cast<Compute>(to_compute(dout[c * p.dout_strides.channel]));
         for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
         if (lane != 0) continue;
         if (p.dlse != nullptr) sum -= p.dlse[row];

@@ -1,4 +1,4 @@
-// dq summed in Compute (at p.delta, as large as dq, contiguous) to the element type, at p.dq.
+// dq from its sums in Compute to the element type; both are contiguous.
 // Grid: one-dimensional, each thread takes values thread, + threads in the grid, ...
 // Constants: THREADS, HEAD_DIM.
 #include "params.cuh"
@@ -9,5 +9,5 @@ convert_dq(const __grid_constant__ Params p) {
     const int64 threads = static_cast<int64>(gridDim.x) * THREADS;
     int64 at = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x;
     for (; at < p.batch * p.q_len * p.q_heads * HEAD_DIM; at += threads)
-        dq[at] = convert<Element>(p.delta[at]);
+        dq[at] = convert<Element>(p.sums[at]);
 }

@@ -1,4 +1,4 @@
-// The keep mask of dropout, one byte per score: mask[b][h][i][j], contiguous, written to p.dq.
+// The keep mask of dropout, one byte per score: mask[b][h][i][j], contiguous, written to p.kept.
 // Grid: one-dimensional, each thread takes scores thread, + threads in the grid, ...
 // Constant: THREADS.
 #include "params.cuh"
@@ -6,13 +6,12 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 dropout_mask(const __grid_constant__ Params p) {
-    unsigned char* kept = static_cast<unsigned char*>(p.dq);
     const int64 threads = static_cast<int64>(gridDim.x) * THREADS;
     int64 at = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x;
     for (; at < p.batch * p.q_heads * p.q_len * p.kv_len; at += threads) {
         const int64 j = at % p.kv_len, i = at / p.kv_len % p.q_len;
         const int64 head = at / p.kv_len / p.q_len;
         const Words words = random_words(p.seed, head / p.q_heads, head % p.q_heads, i, j);
-        kept[at] = word_of(words, j) >= p.drop_below;
+        p.kept[at] = word_of(words, j) >= p.drop_below;
     }
 }

@@ -26,6 +26,8 @@ struct Params {
     const Compute* alibi_slopes;   // (batch, q_heads)
     const Compute* sinks;     // (q_heads)
     Compute* dsinks;          // (q_heads)
+    const Compute* sums;      // dq in Compute, to be converted
+    unsigned char* kept;      // (batch, q_heads, q_len, kv_len)
     uint64 seed;
 
     int64 batch, q_len, kv_len, q_heads, kv_heads;

@@ -94,9 +94,9 @@ __device__ __forceinline__ void gradients(const Params& p, const ScoreTile& t, u
             weight = weight > 1 ? 1 : weight;   // rounding of a large lse must not grow
             Compute keep = HAS_DROPOUT ? (kept >> (r * COLUMNS + c) & 1 ? p.keep_scale : 0) : 1;
             Compute dl = weight * (dp[r][c] * keep - delta);
-            s[r][c] = CAN_HIDE && hidden ? hidden_zero() : weight * keep;
+            s[r][c] = hidden ? hidden_zero() : weight * keep;
             // + 0 turns a -0 that was not meant as a mark into +0
-            dp[r][c] = CAN_HIDE && hidden ? hidden_zero() : dl * (of_logits ? 1 : slope) + 0;
+            dp[r][c] = hidden ? hidden_zero() : dl * (of_logits ? 1 : slope) + 0;
         }
     }
 }

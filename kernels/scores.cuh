@@ -57,9 +57,9 @@ struct ScoreTile {
             slope = p.alibi_slopes[b * p.q_heads + h];
         }
     }
-    // Nothing is hidden, and no key is missing.
+    // Nothing is hidden or missing.
     __device__ __forceinline__ bool whole() const {
-        return columns == BLOCK_N && (!HAS_LEFT || lo <= 1 - BLOCK_M) &&
+        return rows == BLOCK_M && columns == BLOCK_N && (!HAS_LEFT || lo <= 1 - BLOCK_M) &&
                (!HAS_RIGHT || hi >= BLOCK_N - 1) && !HAS_MASK;
     }
     __device__ __forceinline__ bool in_band(int row, int column) const {
@@ -115,7 +115,7 @@ __device__ __forceinline__ Compute logit(const Params& p, const ScoreTile& t, in
     if constexpr (HAS_BIAS)
         if (row < t.rows && column < t.columns) {
             const ScoreStrides& stride = p.bias_strides;
-            s += static_cast<Compute>(to_float(
+            s += static_cast<Compute>(to_compute(
                 p.bias[t.b * stride.batch + t.h * stride.head + (t.m + row) * stride.query +
                        (t.n + column) * stride.key]));
         }

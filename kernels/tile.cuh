@@ -91,7 +91,7 @@ struct Chunk {
                 Vector<Compute, WIDTH> values;
 #pragma unroll
                 for (int e = 0; e < WIDTH; ++e) {
-                    values.at[e] = to_float(staged[a].at[part + e]);
+                    values.at[e] = to_compute(staged[a].at[part + e]);
                     special |= !(values.at[e] - values.at[e] == 0);
                 }
                 *reinterpret_cast<Vector<Compute, WIDTH>*>(to + part) = values;

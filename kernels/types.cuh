@@ -12,12 +12,12 @@ struct bfloat16 { unsigned short bits; };
 using float32 = float;
 using float64 = double;
 
-__device__ __forceinline__ float to_float(float16 x) { return float_of_half(x.bits); }
-__device__ __forceinline__ float to_float(bfloat16 x) {
+__device__ __forceinline__ float to_compute(float16 x) { return float_of_half(x.bits); }
+__device__ __forceinline__ float to_compute(bfloat16 x) {
     return __uint_as_float(static_cast<uint32>(x.bits) << 16);
 }
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ double to_float(double x) { return x; }
+__device__ __forceinline__ float to_compute(float x) { return x; }
+__device__ __forceinline__ double to_compute(double x) { return x; }
 
 __device__ __forceinline__ void round_to(float16& z, float x) { z.bits = half_of_float(x); }
 __device__ __forceinline__ void round_to(bfloat16& z, float x) {

@@ -100,6 +100,12 @@ class Array:
     def reshape(self, shape):
         return Array(self.inner.reshape(shape))
 
+    def fill(self, value):
+        self.inner.fill(value)
+
+    def __setitem__(self, index, value):
+        self.inner[index] = value.inner if isinstance(value, Array) else value
+
     def astype(self, dtype, copy=True):
         return Array(self.inner.astype(dtype, copy=copy))
 

@@ -114,3 +114,16 @@ def test_bits_of_half_types(folder, monkeypatch):
         q = np.zeros((1, 1, 128, 8), dtype)
         out = cuflash.attention(*(emulated.put(array) for array in (q, q, v)))
         assert (out.inner == v).all()
+
+
+def test_infinite_keys_and_ragged_ends(folder, monkeypatch):
+    """Rows and keys beyond the ends must not meet an infinity (softcap makes its score finite)."""
+    emulated.install(monkeypatch, folder)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, n, 1, 16)).astype("float32") for n in (33, 70, 70, 33))
+    k[0, 5], k[0, 5, :, 0], q[..., 0] = 0, np.inf, abs(q[..., 0]) + 1
+    tensors = {"q": q, "k": k, "v": v, "dout": dout}
+    for deterministic in (False, True):
+        results = both_ways(tensors, {"softcap": 3.0}, deterministic=deterministic)
+        others = np.arange(70) != 5
+        assert np.isfinite(results["dv"]).all() and np.isfinite(results["dk"][:, others]).all()

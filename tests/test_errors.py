@@ -73,6 +73,11 @@ REFUSED = [
     ("softcap negative", ValueError, lambda xp: {"softcap": -5.0}, "softcap"),
     ("softcap nan", ValueError, lambda xp: {"softcap": float("nan")}, "softcap"),
     ("softcap word", TypeError, lambda xp: {"softcap": "5"}, "softcap"),
+    ("softcap huge", ValueError, lambda xp: {"softcap": 1e300}, "softcap"),
+    ("softcap tiny", ValueError, lambda xp: {"softcap": 1e-40}, "softcap"),
+    ("scale huge", ValueError, lambda xp: {"scale": 1e39}, "scale"),
+    ("scale integer", ValueError, lambda xp: {"scale": 10**400}, "scale"),
+    ("window of flags", TypeError, lambda xp: {"window": (True, False)}, "window"),
     ("scale nan", ValueError, lambda xp: {"scale": float("nan")}, "scale"),
     ("scale infinite", ValueError, lambda xp: {"scale": float("inf")}, "scale"),
     ("scale word", TypeError, lambda xp: {"scale": "auto"}, "scale"),
@@ -200,3 +205,13 @@ def test_a_mask_like_nothing_known():
     """B38: a parameter that cannot take effect raises."""
     with pytest.raises((TypeError, ValueError), match="like"):
         cuflash.dropout_mask(1, 1, 2, 2, 0.5, 3, like="cuda")
+
+
+def test_flags_must_be_booleans(xp):
+    arrays = good(xp)
+    with pytest.raises(TypeError, match="return_lse must be a boolean. Got 'no'"):
+        cuflash.attention(**arrays, return_lse="no")
+    out, lse = cuflash.attention(**arrays, return_lse=True)
+    for flag in ("deterministic", "bias_grad"):
+        with pytest.raises(TypeError, match=f"{flag} must be a boolean. Got 1"):
+            cuflash.attention_backward(out, *arrays.values(), out, lse, **{flag: 1})

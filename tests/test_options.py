@@ -1,6 +1,8 @@
 """Options: alignment, windows, masks, biases and sinks, alone and together, exactly where exact."""
 
 import budget
+import sys
+
 import numpy as np
 import pytest
 import textbook
@@ -133,3 +135,27 @@ def test_numpy_numbers_are_numbers(xp):
     got = cuflash.attention(q, k, v, causal=np.True_, window=(np.int64(5), None),
                             softcap=np.float64(3), scale=np.float32(0.5))
     assert same_bits(got, right)
+
+
+@pytest.mark.parametrize("side", [10**9, sys.maxsize, 2**63, 2**80])
+def test_a_window_beyond_all_keys_is_open(xp, side):
+    q, k, v = (put(xp, normal((1, n, 2, 16), seed=n)) for n in (5, 300, 300))
+    for window, same in (((side, None), {}), ((None, side), {}), ((side, 0), {"causal": True})):
+        got = cuflash.attention(q, k, v, window=window)
+        assert same_bits(got, cuflash.attention(q, k, v, **same))
+
+
+@pytest.mark.parametrize("lengths", [(33, 70), (64, 64), (37, 64)])
+def test_an_infinite_key_under_a_softcap_has_finite_gradients(xp, lengths):
+    """Its scores are plus or minus the softcap; rows and keys beyond the ends add nothing."""
+    q, k, v = (put(xp, normal((1, n, 2, 16), seed=n)) for n in (*lengths, lengths[1]))
+    q[0, 3] = 1
+    k[0, 5, :, 0], k[0, 5, :, 1:] = float("inf"), 0
+    q[..., 0] = abs(q[..., 0]) + 1
+    out, lse = cuflash.attention(q, k, v, softcap=3.0, return_lse=True)
+    for deterministic in (False, True):
+        got = cuflash.attention_backward(
+            out, q, k, v, out, lse, softcap=3.0, deterministic=deterministic
+        )
+        others = np.arange(lengths[1]) != 5
+        assert np.isfinite(wide(got.dv)).all() and np.isfinite(wide(got.dk)[:, others]).all()

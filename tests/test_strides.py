@@ -261,3 +261,34 @@ def test_inputs_may_be_one_array(xp):
 
 def test_averaging_is_in_c_order(xp):
     assert all(array.flags.c_contiguous for array in averaging(xp, 3, 4))
+
+
+def unaligned(xp, array):
+    """The same numbers, one byte off their natural boundaries."""
+    octets = xp.zeros(array.nbytes + 1, "uint8")
+    octets[1:] = xp.ascontiguousarray(array).reshape(-1).view("uint8")
+    return xp.ndarray(array.shape, array.dtype, octets[1:].data)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_argument_may_be_unaligned(xp, dtype):
+    q, k, v = inputs(xp, dtype)[:3]
+    heads, length = q.shape[2], q.shape[1]
+    options = {
+        "bias": put(xp, normal((heads, length, k.shape[1]), np.dtype(dtype), 5)),
+        "alibi_slopes": put(xp, normal((heads,), np.dtype("float32"), 6)),
+        "sinks": put(xp, normal((heads,), np.dtype("float32"), 7)),
+    }
+    off = {name: unaligned(xp, array) for name, array in options.items()}
+    results = []
+    for arrays, more in (((q, k, v), options), ([unaligned(xp, a) for a in (q, k, v)], off)):
+        out, lse = cuflash.attention(*arrays, **more, return_lse=True)
+        rest = (out, lse) if more is options else (unaligned(xp, out), unaligned(xp, lse))
+        dlse = lse if more is options else unaligned(xp, lse)
+        got = cuflash.attention_backward(
+            rest[0], *arrays, *rest, dlse=dlse, bias_grad=True, deterministic=True, **more
+        )
+        merged = cuflash.merge_states([rest[0]] * 2, [rest[1]] * 2)
+        results.append((out, lse, *got, *merged))
+    for left, right in zip(*results):
+        np.testing.assert_allclose(wide(left), wide(right), rtol=1e-3, atol=1e-3)
