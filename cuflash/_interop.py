@@ -163,7 +163,7 @@ def overlap(a: Any, b: Any) -> bool:
     if not isinstance(a, np.ndarray):
         a, b = _shadow(a), _shadow(b)
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

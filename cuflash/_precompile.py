@@ -1,4 +1,4 @@
-"""``python -m cuflash compile``: a variant of each kind, built with or without a GPU, and judged."""
+"""``python -m cuflash compile``: a variant of each kind, built without a GPU, and judged."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ def default_archs() -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--arch", type=int, nargs="+", help="architectures to compile for, e.g. 90 for sm_90")
+    text = "architectures to compile for, e.g. 90 for sm_90 (default: all that NVRTC knows)"
+    parser.add_argument("--arch", type=int, nargs="+", help=text)
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
     parser.add_argument("--quiet", action="store_true", help="print faults and totals only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 1 if a variant spills too much or the assembler complains."""
+    """Runs the command; 1 if a variant spills too much, or nothing can be compiled."""
     try:
         return _run(arguments)
     except (ImportError, RuntimeError, ValueError) as error:

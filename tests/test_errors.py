@@ -209,9 +209,9 @@ def test_a_mask_like_nothing_known():
 
 def test_flags_must_be_booleans(xp):
     arrays = good(xp)
-    with pytest.raises(TypeError, match="return_lse must be a boolean. Got 'no'"):
+    with pytest.raises(TypeError, match="return_lse must be a boolean"):
         cuflash.attention(**arrays, return_lse="no")
     out, lse = cuflash.attention(**arrays, return_lse=True)
     for flag in ("deterministic", "bias_grad"):
-        with pytest.raises(TypeError, match=f"{flag} must be a boolean. Got 1"):
+        with pytest.raises(TypeError, match=f"{flag} must be a boolean"):
             cuflash.attention_backward(out, *arrays.values(), out, lse, **{flag: 1})

@@ -1,8 +1,8 @@
 """Options: alignment, windows, masks, biases and sinks, alone and together, exactly where exact."""
 
-import budget
 import sys
 
+import budget
 import numpy as np
 import pytest
 import textbook
