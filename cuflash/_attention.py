@@ -8,6 +8,16 @@ from typing import Any
 from cuflash import _execute, _merge
 from cuflash._execute import Gradients
 
+_SHARED = (
+    "causal", "window", "mask", "bias", "alibi_slopes", "softcap", "sinks", "scale", "dropout",
+    "seed",
+)  # fmt: skip
+
+
+def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that all functions have in common, out of one's arguments."""
+    return {name: arguments[name] for name in _SHARED}
+
 
 def attention(
     q: Any, k: Any, v: Any, *,
@@ -93,11 +103,7 @@ def attention(
     >>> np.exp(lse[0, 0]).round(3).tolist()
     [1.0, 2.0, 3.0]
     """
-    options = {
-        "causal": causal, "window": window, "mask": mask, "bias": bias,
-        "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "scale": scale,
-        "dropout": dropout, "seed": seed,
-    }  # fmt: skip
+    options = _shared(locals())
     return _execute.attention(q, k, v, options, return_lse, out)
 
 
@@ -153,11 +159,7 @@ def attention_backward(
     ...     (q[0, -1] * k[0, -1]).sum(-1) / np.sqrt(8) - lse[0, :, -1])[:, None]))
     True
     """
-    options = {
-        "causal": causal, "window": window, "mask": mask, "bias": bias,
-        "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "scale": scale,
-        "dropout": dropout, "seed": seed,
-    }  # fmt: skip
+    options = _shared(locals())
     return _execute.attention_backward(
         dout, q, k, v, out, lse, options, dlse, bias_grad, deterministic
     )
@@ -278,9 +280,5 @@ def explain(
     >>> cuflash.explain(q, q, q, arch=90).kernel
     'attention_forward_generic'
     """
-    options = {
-        "causal": causal, "window": window, "mask": mask, "bias": bias,
-        "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "scale": scale,
-        "dropout": dropout, "seed": seed,
-    }  # fmt: skip
+    options = _shared(locals())
     return _execute.explain(q, k, v, options, arch)

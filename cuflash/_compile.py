@@ -22,7 +22,7 @@ from cuflash._interop import cupy_module
 from cuflash._plan import Plan
 from cuflash._source import source
 
-_USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"(\d+) bytes spill stores")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _COMPLAINT = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
@@ -36,7 +36,7 @@ class Build:
     ----------
     code : bytes
         A cubin; PTX where the architecture is newer than NVRTC.
-    registers, spill_bytes, stack_bytes, static_shared_bytes : int
+    registers, spill_bytes, static_shared_bytes : int
         Of each thread, the last of each block.
     complaints : tuple of str
         Messages of the assembler that it serialises or ignores something (C75xx).
@@ -45,7 +45,6 @@ class Build:
     code: bytes
     registers: int = 0
     spill_bytes: int = 0
-    stack_bytes: int = 0
     static_shared_bytes: int = 0
     complaints: tuple[str, ...] = ()
 
@@ -113,12 +112,10 @@ def build(plan: Plan, arch: int) -> Build:
         code = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte, as if of a text
     finally:
         compiler.destroyProgram(program)
-    usage = [tuple(map(int, found)) for found in _USAGE.findall(log)] or [(0, 0, 0)]
     return Build(
         code,
         max((int(found) for found in _REGISTERS.findall(log)), default=0),
-        sum(stores for _, stores, _ in usage),
-        sum(stack for stack, _, _ in usage),
+        sum(int(found) for found in _SPILLS.findall(log)),
         max((int(found) for found in _SHARED.findall(log)), default=0),
         tuple(_COMPLAINT.findall(log)),
     )

@@ -12,7 +12,7 @@ from cuflash._device import Device, device
 from cuflash._dropout import new_seed
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._errors import reject
-from cuflash._problem import Extras, Problem, check_flag, checked_seed, describe
+from cuflash._problem import Extras, Problem, check_flag, checked_seed, describe, describe_scores
 
 
 class Gradients(NamedTuple):
@@ -119,10 +119,8 @@ def attention(
     """The forward pass; `options` holds the keywords that both directions share."""
     check_flag("return_lse", return_lse)
     call = _prepare(q, k, v, options)
-    problem = call.problem
-    shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
-    target = None if out is None else _checked_out(call, out, shape)
-    tensors = (problem, call.q, call.k, call.v, call.extras, target)
+    target = None if out is None else _checked_out(call, out)
+    tensors = (call.problem, call.q, call.k, call.v, call.extras, target)
     if call.on_gpu:
         result, lse = _launch.attention(*tensors, return_lse)
     else:
@@ -132,10 +130,11 @@ def attention(
     return (answer, call.answer(lse)) if return_lse else answer
 
 
-def _checked_out(call: _Call, out: Any, shape: tuple[int, ...]) -> Any:
+def _checked_out(call: _Call, out: Any) -> Any:
     if _interop.library(out) in ("jax", "jaxlib", "tensorflow"):
         raise reject(TypeError, "out must be an array that may change", type(out).__name__)
-    target = call.taken("out", out, shape, ELEMENT_TYPES[call.problem.dtype].numpy)
+    problem = call.problem
+    target = call.taken("out", out, problem.out_shape, ELEMENT_TYPES[problem.dtype].numpy)
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError("out must be writeable. Got a read-only array.")
     if not _interop.is_aligned(target):
@@ -163,12 +162,11 @@ def attention_backward(
     if bias_grad and bias is None:
         raise reject(ValueError, "bias must be given where bias_grad is asked for", None)
     element = ELEMENT_TYPES[problem.dtype]
-    shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
-    rows, compute = (problem.batch, problem.q_heads, problem.q_len), np.dtype(element.compute)
-    dout = call.taken("dout", dout, shape, element.numpy)
-    out = call.taken("out", out, shape, element.numpy)
-    lse = call.taken("lse", lse, rows, compute)
-    dlse = None if dlse is None else call.taken("dlse", dlse, rows, compute)
+    rows = (problem.lse_shape, np.dtype(element.compute))
+    dout = call.taken("dout", dout, problem.out_shape, element.numpy)
+    out = call.taken("out", out, problem.out_shape, element.numpy)
+    lse = call.taken("lse", lse, *rows)
+    dlse = None if dlse is None else call.taken("dlse", dlse, *rows)
 
     run = _launch.attention_backward if call.on_gpu else reference.attention_backward
     dq, dk, dv, dbias, dsinks = run(
@@ -182,17 +180,7 @@ def attention_backward(
 
 def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, like: Any) -> Any:
     """The keep mask, by NumPy or on the GPU of `like`."""
-    names = ("batch", "q_heads", "q_len", "kv_len")
-    for name, size in zip(names, sizes):
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise reject(TypeError, f"{name} must be an integer", size)
-        if size < 0:
-            raise reject(ValueError, f"{name} must not be negative", size)
-    batch, heads, q_len, kv_len = map(int, sizes)
-    element = np.dtype(np.float32)
-    keys = ((batch, kv_len, heads, 1), element)
-    problem = describe(((batch, q_len, heads, 1), element), keys, keys, dropout=dropout)
-    seed = checked_seed(seed)
+    problem, seed = describe_scores(sizes, dropout), checked_seed(seed)
     if getattr(like, "__name__", None) == "cupy":
         return _launch.dropout_mask(problem, seed, like.cuda.Device().id)
     if like is None or like is np or isinstance(like, np.ndarray):

@@ -8,6 +8,7 @@ from functools import cached_property
 from cuflash import _compile, _plan
 from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
+from cuflash._params import row_bits
 from cuflash._problem import Problem
 
 _MIB = 2**20
@@ -60,15 +61,12 @@ class Explanation:
         return "\n".join(f"{label:9}{text}" for label, text in lines)
 
 
-def explain(problem: Problem, device: Device | None, vector: int = 16) -> Explanation:
+def explain(problem: Problem, device: Device | None) -> Explanation:
     """Plans a problem for arrays with aligned, contiguous rows."""
     if device is None:
         return Explanation(problem, None)
-    size = ELEMENT_TYPES[problem.dtype].size
-    while vector > 1 and (
-        vector * size > 16 or problem.head_dim % vector or problem.value_dim % vector
-    ):
-        vector //= 2
+    bits = row_bits(problem)
+    vector = (bits & -bits) // ELEMENT_TYPES[problem.dtype].size
     forward = _plan.forward(problem, device, vector)
     plans = (forward, *_plan.backward(problem, device, vector, False, None))
     return Explanation(problem, device, plans)

@@ -58,11 +58,8 @@ def attention(
     element, index = ELEMENT_TYPES[problem.dtype], device_index(q)
     with on_device(index):
         if out is None:
-            shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
-            out = empty(shape, element.numpy)
-        lse = None
-        if with_lse:
-            lse = empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+            out = empty(problem.out_shape, element.numpy)
+        lse = empty(problem.lse_shape, element.compute) if with_lse else None
         extra = _extra_arrays(problem, extras)
         if problem.empty:
             out.fill(0)
@@ -143,8 +140,7 @@ def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int)
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
     """The keep mask of a problem, a boolean array on a device."""
     with on_device(index):
-        shape = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-        mask = cupy_module().empty(shape, bool)
+        mask = cupy_module().empty(problem.score_shape, bool)
         parameters, _ = pack(problem, Arrays(kept=mask), seed)
         _launch(_plan.dropout_mask(problem), parameters, index)
     return mask

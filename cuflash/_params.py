@@ -122,9 +122,14 @@ def _element_strides(described: Described) -> tuple[int, ...]:
     return tuple(stride // size if n > 1 else 0 for n, stride in zip(shape, strides))
 
 
-def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool]:
+def row_bits(problem: Problem) -> int:
+    """A number whose lowest bit is the greatest access, in bytes, that divides all rows."""
     size = ELEMENT_TYPES[problem.dtype].size
-    bits, dense = _WIDEST | problem.head_dim * size | problem.value_dim * size, True
+    return _WIDEST | problem.head_dim * size | problem.value_dim * size
+
+
+def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool]:
+    size, bits, dense = ELEMENT_TYPES[problem.dtype].size, row_bits(problem), True
     for shape, strides, element in filter(None, tensors):
         if element != size:  # an accumulator of dq, which is written one by one
             continue

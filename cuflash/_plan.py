@@ -5,6 +5,7 @@ Everything that is chosen is chosen here, tiles from the tables of ``_tiles``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,13 +55,11 @@ def _round_up(x: int, unit: int) -> int:
     return -(-x // unit) * unit
 
 
-class _Layout:
-    """Shared-memory sizes of a tile, in values; the kernels assert the same."""
+class _SharedMemory:
+    """Sizes of a tile in shared memory, in values; the kernels assert the same."""
 
     def __init__(self, problem: Problem, tile: Tile) -> None:
-        element = ELEMENT_TYPES[problem.dtype]
-        self.value_bytes = element.compute_size
-        self.lanes = 16 // self.value_bytes
+        self.lanes = 16 // ELEMENT_TYPES[problem.dtype].compute_size
         self.group = tile.threads_n * self.lanes
         self.tile = tile
 
@@ -77,6 +76,10 @@ class _Layout:
     @property
     def scores(self) -> int:
         return self.tile.block_m * (self.tile.block_n + 2 * self.lanes)
+
+    def score_ring(self, block_d: int) -> int:
+        """One buffer of the products over rows that recompute scores."""
+        return (self.tile.block_m + self.tile.block_n) * (block_d + self.lanes)
 
 
 def _block_d(head_dim: int, greatest: int) -> int:
@@ -175,16 +178,16 @@ def forward(problem: Problem, device: Device, vector: int) -> Plan:
 
 
 def _forward_generic(problem: Problem, tile: Tile, vector: int) -> Plan:
-    layout = _Layout(problem, tile)
+    memory = _SharedMemory(problem, tile)
     block_d = _block_d(problem.head_dim, tile.block_d)
-    value_width = _round_up(problem.value_dim, layout.group)
-    block_k = layout.rows_of(value_width)
-    query = tile.block_m * (_round_up(problem.head_dim, block_d) + layout.lanes)
-    ring = max(tile.block_n * (block_d + layout.lanes), block_k * value_width)
+    value_width = _round_up(problem.value_dim, memory.group)
+    block_k = memory.rows_of(value_width)
+    query = tile.block_m * (_round_up(problem.head_dim, block_d) + memory.lanes)
+    ring = max(tile.block_n * (block_d + memory.lanes), block_k * value_width)
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
     return _tiled(
         "attention_forward_generic", problem, tile, vector, blocks,
-        query + layout.scores + 2 * ring,
+        query + memory.scores + 2 * ring,
         ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("HAS_SINKS", problem.sinks),
     )  # fmt: skip
 
@@ -226,16 +229,14 @@ def backward(
     return tuple(plans)
 
 
-def _flat(
-    kernel: str, problem: Problem, threads: int, constants: Constants
-) -> Plan:
+def _flat(kernel: str, problem: Problem, threads: int, constants: Constants) -> Plan:
     """A kernel of 256 threads a block without tiles, for so many threads."""
     named = (*_types(problem), *constants, ("THREADS", 256))
     return Plan(kernel, named, _grid(-(-threads // 256)), 256)
 
 
 def _prepare(problem: Problem) -> Plan:
-    threads = problem.batch * problem.q_heads * problem.q_len * 32
+    threads = math.prod(problem.lse_shape) * 32
     constants = (("VALUE_DIM", problem.value_dim),)
     return _flat("attention_backward_prepare", problem, threads, constants)
 
@@ -247,55 +248,47 @@ def _convert(problem: Problem) -> Plan:
 
 def dropout_mask(problem: Problem) -> Plan:
     """The kernel that writes the keep mask."""
-    scores = problem.batch * problem.q_heads * problem.q_len * problem.kv_len
-    return _flat("dropout_mask", problem, scores, ())
-
-
-def _score_ring(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """BLOCK_D and the values of one buffer of the products over rows."""
-    block_d = _block_d(max(problem.head_dim, problem.value_dim), tile.block_d)
-    lanes = 16 // ELEMENT_TYPES[problem.dtype].compute_size
-    return block_d, (tile.block_m + tile.block_n) * (block_d + lanes)
+    return _flat("dropout_mask", problem, math.prod(problem.score_shape), ())
 
 
 def _backward_keys(problem: Problem, tile: Tile, vector: int, add_dq: bool) -> Plan:
-    layout = _Layout(problem, tile)
-    block_d, score_ring = _score_ring(problem, tile)
-    head_slice = layout.slice_of(problem.head_dim)
-    widest = max(head_slice, layout.slice_of(problem.value_dim))
+    memory = _SharedMemory(problem, tile)
+    block_d = _block_d(max(problem.head_dim, problem.value_dim), tile.block_d)
+    head_slice = memory.slice_of(problem.head_dim)
+    widest = max(head_slice, memory.slice_of(problem.value_dim))
     dq_columns = next(
-        width for width in range(min(64, head_slice), 0, -layout.group) if head_slice % width == 0
+        width for width in range(min(64, head_slice), 0, -memory.group) if head_slice % width == 0
     )
-    block_k = layout.rows_of(widest)
+    block_k = memory.rows_of(widest)
     tiles = -(-problem.kv_len // tile.block_n) * problem.batch * problem.kv_heads
     return _tiled(
         "attention_backward_generic", problem, tile, vector, tiles * tile.slices,
-        2 * layout.scores + 2 * max(score_ring, block_k * widest),
+        2 * memory.scores + 2 * max(memory.score_ring(block_d), block_k * widest),
         ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("SLICES", tile.slices),
         ("DQ_COLUMNS", dq_columns), ("ADD_DQ", add_dq),
     )  # fmt: skip
 
 
 def _backward_query(problem: Problem, tile: Tile, vector: int) -> Plan:
-    layout = _Layout(problem, tile)
-    block_d, score_ring = _score_ring(problem, tile)
-    width = layout.slice_of(problem.head_dim)
-    block_k = layout.rows_of(width)
+    memory = _SharedMemory(problem, tile)
+    block_d = _block_d(max(problem.head_dim, problem.value_dim), tile.block_d)
+    width = memory.slice_of(problem.head_dim)
+    block_k = memory.rows_of(width)
     tiles = -(-problem.q_len // tile.block_m) * problem.batch * problem.q_heads
     return _tiled(
         "attention_backward_query_generic", problem, tile, vector, tiles * tile.slices,
-        layout.scores + 2 * max(score_ring, block_k * width),
+        memory.scores + 2 * max(memory.score_ring(block_d), block_k * width),
         ("BLOCK_D", block_d), ("BLOCK_K", block_k), ("SLICES", tile.slices),
     )  # fmt: skip
 
 
 def _backward_bias(problem: Problem, tile: Tile, vector: int, shape: tuple[int, ...]) -> Plan:
-    layout = _Layout(problem, tile)
-    block_d, score_ring = _score_ring(problem, tile)
+    memory = _SharedMemory(problem, tile)
+    block_d = _block_d(max(problem.head_dim, problem.value_dim), tile.block_d)
     batch, heads, queries, keys = shape
     tiles = batch * heads * -(-queries // tile.block_m) * -(-keys // tile.block_n)
     return _tiled(
         "attention_backward_bias_generic", problem, tile, vector, tiles,
-        layout.scores + 2 * score_ring,
-        ("BLOCK_D", block_d), ("BLOCK_K", layout.lanes),
+        memory.scores + 2 * memory.score_ring(block_d),
+        ("BLOCK_D", block_d), ("BLOCK_K", memory.lanes),
     )  # fmt: skip

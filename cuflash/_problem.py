@@ -63,9 +63,24 @@ class Problem(HashedOnce):
         return min(round(self.dropout * 2**32), 2**32 - 1)
 
     @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the output and of its gradient."""
+        return self.batch, self.q_len, self.q_heads, self.value_dim
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Shape of lse, and of what else has one number for each row of scores."""
+        return self.batch, self.q_heads, self.q_len
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Shape of all scores, which are never kept."""
+        return self.batch, self.q_heads, self.q_len, self.kv_len
+
+    @property
     def empty(self) -> bool:
         """Nothing to compute: some axis has length zero."""
-        return 0 in (self.batch, self.q_heads, self.q_len, self.kv_len)
+        return 0 in self.score_shape
 
 
 class Extras(NamedTuple):
@@ -241,6 +256,19 @@ def _check_arrays(
         _check_heads("alibi_slopes", alibi_slopes, ((full[1],), full[:2]))
     if sinks is not None:
         _check_heads("sinks", sinks, ((full[1],),))
+
+
+def describe_scores(sizes: tuple[Any, Any, Any, Any], dropout: Any) -> Problem:
+    """Checks and describes the scores that a dropout mask is asked for, by their four axes."""
+    for name, size in zip(("batch", "q_heads", "q_len", "kv_len"), sizes):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise reject(TypeError, f"{name} must be an integer", size)
+        if size < 0:
+            raise reject(ValueError, f"{name} must not be negative", size)
+    batch, heads, q_len, kv_len = map(int, sizes)
+    element = np.dtype(np.float32)
+    keys = ((batch, kv_len, heads, 1), element)
+    return describe(((batch, q_len, heads, 1), element), keys, keys, dropout=dropout)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -109,9 +109,8 @@ def attention(
     """
     element = ELEMENT_TYPES[problem.dtype]
     if out is None:
-        shape = (problem.batch, problem.q_len, problem.q_heads, problem.value_dim)
-        out = np.empty(shape, element.numpy)
-    lse = np.empty((problem.batch, problem.q_heads, problem.q_len), element.compute)
+        out = np.empty(problem.out_shape, element.numpy)
+    lse = np.empty(problem.lse_shape, element.compute)
     extras = _per_head(problem, extras)
     for b, g, query_heads in _parts(problem):
         keys, values = _rows(problem, k, b, g), _rows(problem, v, b, g)
@@ -255,7 +254,7 @@ def _backward_heads(
 
 def dropout_mask(problem: Problem, seed: int) -> Array:
     """The keep mask of all scores, (batch, q_heads, q_len, kv_len)."""
-    mask = np.empty((problem.batch, problem.q_heads, problem.q_len, problem.kv_len), bool)
+    mask = np.empty(problem.score_shape, bool)
     columns = range(problem.kv_len)
     for b, h in np.ndindex(mask.shape[:2]):
         for rows in _tiles(range(problem.q_len), TILE_ROWS):
