@@ -145,7 +145,7 @@ def aligned(array: Any) -> Any:
         return array
     cupy, size = cupy_module(), array.itemsize
     octets = cupy.ndarray((*array.shape, size), np.uint8, array.data, strides=(*array.strides, 1))
-    return cupy.ascontiguousarray(octets).view(array.dtype)[..., 0]
+    return octets.copy().view(array.dtype)[..., 0]  # ascontiguousarray need not copy
 
 
 def repeats(array: Any) -> bool:
