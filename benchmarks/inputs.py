@@ -9,11 +9,12 @@ import numpy as np
 from workloads import Workload
 
 SAMPLED_ROWS = 8
+SEED = 20  # of the dropout, for providers that take one
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random normal q, k, v and dout of a workload.
+    """Random normal q, k, v, dout and bias of a workload.
 
     Attributes
     ----------
@@ -22,6 +23,8 @@ class Inputs:
         "cuda" (CuPy arrays) or "cpu" (NumPy arrays).
     q, k, v, dout : array
         Layout (batch, seq, heads, head_dim).
+    bias : array or None
+        Shape (1, q_heads, q_len, kv_len).
     """
 
     workload: Workload
@@ -30,6 +33,7 @@ class Inputs:
     k: Any
     v: Any
     dout: Any
+    bias: Any = None
 
 
 def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
@@ -37,7 +41,8 @@ def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
     w = workload
     q_shape = (w.batch, w.q_len, w.q_heads, w.head_dim)
     kv_shape = (w.batch, w.kv_len, w.kv_heads, w.head_dim)
-    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    shapes = [q_shape, kv_shape, kv_shape, q_shape]
+    shapes += [(1, w.q_heads, w.q_len, w.kv_len)] if w.bias else []
     drawn = np.float64 if w.dtype == "float64" else np.float32
     normal: Any
     if device == "cuda":
@@ -81,10 +86,22 @@ def sample_positions(workload: Workload, seed: int = 1) -> list[tuple[int, int, 
     return ends + [(int(b), int(h), int(i)) for b, h, i in chosen]
 
 
+def kept_rows(inputs: Inputs, positions: list[tuple[int, int, int]]) -> np.ndarray | None:
+    """Read rows of the mask of cuflash's dropout: shape (len(positions), kv_len), or None."""
+    w = inputs.workload
+    if not w.dropout:
+        return None
+    import cuflash
+
+    sizes = (w.batch, w.q_heads, w.q_len, w.kv_len)
+    mask = cuflash.dropout_mask(*sizes, w.dropout, SEED, like=inputs.q)
+    return np.stack([to_float64(mask[position]) for position in positions])
+
+
 def true_rows(
     inputs: Inputs, positions: list[tuple[int, int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute rows of out and of dq in float64 on the host.
+    """Compute rows of out and of dq in float64 on the host, with cuflash's dropout.
 
     A row of either depends on one row of q and dout and on one head of k and v, so that this is
     cheap at any length. dk and dv depend on every row and are left to the tests.
@@ -96,16 +113,21 @@ def true_rows(
     """
     w = inputs.workload
     scale = w.head_dim**-0.5
+    kept = kept_rows(inputs, positions)
     out_rows, dq_rows = [], []
-    for b, h, i in positions:
-        seen = min(w.kv_len, i + w.kv_len - w.q_len + 1) if w.causal else w.kv_len
+    for n, (b, h, i) in enumerate(positions):
+        seen = w.visible_keys(i)
+        keys = slice(seen.start, seen.stop)
         group = h // (w.q_heads // w.kv_heads)
-        k = to_float64(inputs.k[b, :seen, group])
-        v = to_float64(inputs.v[b, :seen, group])
+        k = to_float64(inputs.k[b, keys, group])
+        v = to_float64(inputs.v[b, keys, group])
         scores = k @ to_float64(inputs.q[b, i, h]) * scale
+        if inputs.bias is not None:
+            scores += to_float64(inputs.bias[0, h, i, keys])
         p = np.exp(scores - scores.max())
         p /= p.sum()
-        dp = v @ to_float64(inputs.dout[b, i, h])
-        out_rows.append(p @ v)
+        weights = 1.0 if kept is None else kept[n, keys] / (1 - w.dropout)
+        dp = v @ to_float64(inputs.dout[b, i, h]) * weights
+        out_rows.append((p * weights) @ v)
         dq_rows.append((p * (dp - p @ dp)) @ k * scale)
     return np.stack(out_rows), np.stack(dq_rows)

@@ -42,6 +42,13 @@ def machine_name(device: str) -> str:
     return f"{model}, {cores} cores"
 
 
+def architecture() -> int:
+    """Architecture of the GPU: 90 for sm_90."""
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
+
+
 def file_label(name: str) -> str:
     """Turn a machine's name into a part of a file name: "NVIDIA H200" is "nvidia-h200"."""
     name = re.sub(r"\((R|TM)\)|@.*?(?=,|$)", " ", name)

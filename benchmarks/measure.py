@@ -14,7 +14,7 @@ import numpy as np
 import timing
 from inputs import Inputs, make_inputs, sample_positions, true_rows
 from provider import Case, Provider
-from workloads import Workload
+from workloads import GRADIENTS, Workload, from_fields
 
 WARM_UP_LENGTH = 64
 PROCESS_LIMIT_S = 1800
@@ -22,13 +22,33 @@ PROCESS_LIMIT_S = 1800
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found; None where it was not measured."""
+    """What was found; None where it was not measured.
+
+    Attributes
+    ----------
+    device_ms : float
+        Milliseconds of the device, or of the host.
+    max_error : float
+        Largest absolute error of the sampled rows.
+    peak_bytes, allowed_bytes : int
+        Memory beyond the inputs, and how much of it there may be.
+    moved_bytes : int
+        Bytes between the chip and its memory.
+    read_bytes, written_bytes : int
+        The two parts of them, where counters told.
+    kernel, tile, note
+        As in `provider.Case`.
+    """
 
     device_ms: float | None = None
     max_error: float | None = None
     peak_bytes: int | None = None
     allowed_bytes: int | None = None
+    moved_bytes: int | None = None
+    read_bytes: int | None = None
+    written_bytes: int | None = None
     kernel: str | None = None
+    tile: tuple[int, int] | None = None
     note: str | None = None
 
 
@@ -48,13 +68,20 @@ class Subject:
         positions = sample_positions(workload)
         return cls(inputs, positions, *true_rows(inputs, positions))
 
-    def error(self, case: Case, result: Any, direction: str) -> float:
-        """Find the largest absolute error in the sampled rows of out, or of dq."""
-        truth = self.dq_rows if direction == "backward" else self.out_rows
-        worst = float(np.abs(case.rows(result, self.positions) - truth).max())
-        if not np.isfinite(worst):
+    def error(
+        self, provider: Provider, case: Case, result: Any, direction: str
+    ) -> float | None:
+        """Find the largest absolute error in the sampled rows of out, or of dq.
+
+        None where the provider drops what it likes.
+        """
+        rows = case.rows(result, self.positions)
+        if not np.isfinite(rows).all():
             raise RuntimeError("the result holds NaN or Inf")
-        return worst
+        if self.inputs.workload.dropout and not provider.replays_dropout:
+            return None
+        truth = self.dq_rows if direction in GRADIENTS else self.out_rows
+        return float(np.abs(rows - truth).max())
 
 
 def measure(
@@ -69,7 +96,7 @@ def measure(
     loaded
         What `provider.load` made of the inputs.
     direction : str
-        "forward", "backward" or "call".
+        "forward", "backward", "both" or "call".
 
     Raises
     ------
@@ -79,14 +106,15 @@ def measure(
     inputs, device = subject.inputs, subject.inputs.device
     peak = _device_peak(provider, inputs, loaded, direction) if method == "peak" else None
     case = provider.prepare(inputs, loaded, direction)
-    error = subject.error(case, case.call(), direction)
+    error = subject.error(provider, case, case.call(), direction)
     time: float | None = None
     if method == "call":
         time = timing.host_time(case.call, lambda: machine.synchronize(device))
     elif method == "time":
         time = timing.device_time(case.call) if device == "cuda" else timing.clock_time(case.call)
     allowed = None if peak is None else inputs.workload.allowed_bytes(direction)
-    return Measurement(time, error, peak, allowed, case.kernel, case.note)
+    return Measurement(time, error, peak, allowed, kernel=case.kernel, tile=case.tile,
+                       note=case.note)
 
 
 def _device_peak(provider: Provider, inputs: Inputs, loaded: Any, direction: str) -> int:
@@ -120,10 +148,10 @@ def measure_here(provider: Provider, workload: Workload, direction: str) -> Meas
             return case, case.call()
 
         peak, (case, result) = timing.process_peak(both)
-        error = subject.error(case, result, direction)
+        error = subject.error(provider, case, result, direction)
         del result
         time = timing.clock_time(case.call)
-    return Measurement(time, error, peak, None, case.kernel, case.note)
+    return Measurement(time, error, peak, kernel=case.kernel, tile=case.tile, note=case.note)
 
 
 def measure_in_process(provider: str, workload: Workload, direction: str) -> Measurement:
@@ -143,7 +171,7 @@ def main() -> None:
 
     asked = json.loads(sys.argv[1])
     found = measure_here(
-        providers.ALL[asked["provider"]], Workload(**asked["workload"]), asked["direction"]
+        providers.ALL[asked["provider"]], from_fields(asked["workload"]), asked["direction"]
     )
     print(json.dumps(asdict(found)))
 

@@ -8,17 +8,20 @@ from typing import Any
 from record import Record
 from suites import Quantity
 from tables import by_workload, ordered, value
-from workloads import length_label, mask_label
+from workloads import length_label, mask_label, options_label
 
 COLOURS = {
-    "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "efficient": "#2a6f97",
-    "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
+    "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "plain-torch": "#495057",
+    "efficient": "#2a6f97", "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
+    "least": "#adb5bd", "model": "#2a9d8f",
 }
 LINES_FROM = 3  # so many lengths make a line; fewer make bars
+MOST_NAMES = 4  # in the larger font below bars
+WIDEST_SPAN = 100.0  # of the heights of bars, on a linear axis
 
 
 def draw(records: list[Record], quantity: Quantity, path: Path) -> bool:
-    """Draw one quantity: a row of panels for each head_dim, a column for each direction.
+    """Draw one quantity: a row of panels for each dtype and head_dim, a column for each direction.
 
     Returns False if there is nothing to draw.
     """
@@ -32,17 +35,18 @@ def draw(records: list[Record], quantity: Quantity, path: Path) -> bool:
     from matplotlib import pyplot
 
     directions = ordered(r["direction"] for r in shown)
-    head_dims = ordered(r["head_dim"] for r in shown)
-    size = (5.5 * len(directions), 0.6 + 3.2 * len(head_dims))
+    kinds = ordered((r["dtype"], r["head_dim"]) for r in shown)
+    size = (5.5 * len(directions), 0.6 + 3.2 * len(kinds))
     figure, axes = pyplot.subplots(
-        len(head_dims), len(directions), figsize=size, squeeze=False, layout="constrained"
+        len(kinds), len(directions), figsize=size, squeeze=False, layout="constrained"
     )
     figure.suptitle(shown[0]["gpu"], fontsize=11)
-    for row, head_dim in zip(axes, head_dims, strict=True):
+    for row, (dtype, head_dim) in zip(axes, kinds, strict=True):
         for axis, direction in zip(row, directions, strict=True):
-            part = [r for r in shown if (r["head_dim"], r["direction"]) == (head_dim, direction)]
+            part = [r for r in shown if (r["dtype"], r["head_dim"], r["direction"])
+                    == (dtype, head_dim, direction)]
             _draw_panel(axis, part, quantity)
-            axis.set_title(f"{direction}, head_dim {head_dim}", fontsize=10)
+            axis.set_title(f"{direction}, {dtype}, head_dim {head_dim}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -54,13 +58,14 @@ def _draw_panel(axis: Any, records: list[Record], quantity: Quantity) -> None:
     axis.grid(axis="y", alpha=0.3)
     if not records:
         return
-    lines = len({r["kv_len"] for r in records}) >= LINES_FROM
+    points = {(r["provider"], r["causal"], r["kv_len"]) for r in records}
+    lines = len({r["kv_len"] for r in records}) >= LINES_FROM and len(points) == len(records)
     (_draw_lines if lines else _draw_bars)(axis, records, quantity)
     axis.legend(fontsize=8)
 
 
 def _draw_lines(axis: Any, records: list[Record], quantity: Quantity) -> None:
-    """Draw a line for each provider and mask over the length; causal is dashed."""
+    """Draw a line for each provider and mask over the length; causal beside full is dashed."""
     lengths = sorted({r["kv_len"] for r in records})
     masks = ordered(r["causal"] for r in records)
     for provider in ordered(r["provider"] for r in records):
@@ -69,7 +74,8 @@ def _draw_lines(axis: Any, records: list[Record], quantity: Quantity) -> None:
                      if (r["provider"], r["causal"]) == (provider, causal)}
             there = [length for length in lengths if length in found]
             label = f"{provider}, {mask_label(causal)}" if len(masks) > 1 else provider
-            axis.plot(there, [found[length] for length in there], "--" if causal else "-",
+            axis.plot(there, [found[length] for length in there],
+                      "--" if causal and len(masks) > 1 else "-",
                       marker="o", markersize=3, color=COLOURS.get(provider), label=label)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [length_label(length) for length in lengths])
@@ -90,9 +96,16 @@ def _draw_bars(axis: Any, records: list[Record], quantity: Quantity) -> None:
         ]
         places = [i + (n - (len(providers) - 1) / 2) * width for i in range(len(groups))]
         axis.bar(places, heights, width, color=COLOURS.get(provider), label=provider)
+    amounts = [value(r, quantity) or 0.0 for r in records]
+    if max(amounts) > WIDEST_SPAN * min(amounts):
+        axis.set_yscale("log")
     names = [_bar_name(rows[0]) for rows in groups.values()]
-    axis.set_xticks(range(len(names)), names, fontsize=8)
+    axis.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= MOST_NAMES else 6)
 
 
 def _bar_name(record: Record) -> str:
-    return f"{record['dtype']}\n{length_label(record['kv_len'])} {mask_label(record['causal'])}"
+    name = f"{length_label(record['kv_len'])} {mask_label(record['causal'])}"
+    options = options_label(record["dropout"], record["bias"], record["window"])
+    if record["q_heads"] != record["kv_heads"]:
+        options = f"{record['q_heads']}/{record['kv_heads']} heads {options}"
+    return f"{name}\n{options}"

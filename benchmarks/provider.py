@@ -26,11 +26,13 @@ class Case:
     call : callable
         Takes nothing, returns the result.
     primary : callable
-        Takes the result, returns out (forward) or dq (backward).
+        Takes the result, returns out (of a forward pass) or dq.
     heads_first : bool
         Layout (batch, heads, seq, head_dim) in place of (batch, seq, heads, head_dim).
     kernel : str or None
         What runs.
+    tile : (queries, keys) or None
+        Size of the tiles of scores that the kernel works on.
     note : str or None
         What a reader of the result must know.
     """
@@ -39,6 +41,7 @@ class Case:
     primary: Callable[[Any], Any]
     heads_first: bool
     kernel: str | None = None
+    tile: tuple[int, int] | None = None
     note: str | None = None
 
     def rows(self, result: Any, positions: list[tuple[int, int, int]]) -> np.ndarray:
@@ -61,12 +64,15 @@ class Provider(ABC):
         What it takes.
     torch_memory : bool
         Its memory on the GPU comes from PyTorch's allocator, not from CuPy's pool.
+    replays_dropout : bool
+        Its dropout is that of `cuflash.dropout_mask`, so that its results can be checked.
     """
 
     name: str
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes: tuple[str, ...] = tuple(ITEM_BYTES)
     torch_memory: bool = False
+    replays_dropout: bool = False
 
     @abstractmethod
     def missing(self) -> str | None:

@@ -7,26 +7,26 @@ arguments, and what is needed to read its result. To add one, write a class and 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import machine
 import numpy as np
 import plain
-from inputs import Inputs
+from inputs import SEED, Inputs
 from provider import Case, Provider, Skipped
-from workloads import Workload
+from torch_providers import HALVES, PlainTorch, TorchSdpa, to_torch, torch_missing
+from workloads import GRADIENTS, Workload
 
 # A checkout that is not installed is measured as it stands.
 sys.path.insert(0, str(machine.ROOT))
-
-HALVES = ("float16", "bfloat16")
 
 
 class Cuflash(Provider):
     """The library of this checkout, on the arrays as they come (NumPy or CuPy)."""
 
     name = "cuflash"
+    replays_dropout = True
+    precision = "ieee"
 
     def __init__(self) -> None:
         self._explained: dict[tuple[Workload, str], Any] = {}
@@ -44,39 +44,62 @@ class Cuflash(Provider):
         return f"cuflash {getattr(cuflash, '__version__', 'unknown')}"
 
     def load(self, inputs: Inputs) -> Any:
-        return inputs.q, inputs.k, inputs.v, inputs.dout
+        return inputs.q, inputs.k, inputs.v, inputs.dout, inputs.bias
 
     def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
         import cuflash
 
-        causal = inputs.workload.causal
-        q, k, v, dout = loaded
-        kernel = self._kernel(inputs, loaded, direction)
-        if direction == "call":
-            return Case(lambda: cuflash.attention(q, k, v, causal=causal),
-                        lambda out: out, False, kernel)
-        if direction == "forward":
-            return Case(lambda: cuflash.attention(q, k, v, causal=causal, return_lse=True),
-                        lambda result: result[0], False, kernel)
-        out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
-        return Case(lambda: cuflash.attention_backward(dout, q, k, v, out, lse, causal=causal),
-                    lambda grads: grads[0], False, kernel)
+        w = inputs.workload
+        q, k, v, dout, bias = loaded
+        options = {"causal": w.causal, "window": w.window, "bias": bias,
+                   "precision": self.precision,
+                   "dropout": w.dropout, "seed": SEED if w.dropout else None}
+        kernel, tile = self._plan(inputs, loaded, options, direction)
 
-    def _kernel(self, inputs: Inputs, loaded: Any, direction: str) -> str | None:
-        """Name what runs, by `explain`, whose own failure is worth no lost measurement."""
+        def forward() -> Any:
+            return cuflash.attention(q, k, v, **options, return_lse=True)
+
+        def both() -> Any:
+            return cuflash.attention_backward(dout, q, k, v, *forward(), **options)
+
+        if direction == "call":
+            return Case(lambda: cuflash.attention(q, k, v, **options),
+                        lambda out: out, False, kernel, tile)
+        if direction == "forward":
+            return Case(forward, lambda result: result[0], False, kernel, tile)
+        if direction == "both":
+            return Case(both, lambda grads: grads[0], False, kernel, tile)
+        kept = forward()
+        return Case(lambda: cuflash.attention_backward(dout, q, k, v, *kept, **options),
+                    lambda grads: grads[0], False, kernel, tile)
+
+    def _plan(
+        self, inputs: Inputs, loaded: Any, options: dict[str, Any], direction: str
+    ) -> tuple[str | None, tuple[int, int] | None]:
+        """Name what runs, and its tile, by `explain`; its failure is worth no lost measurement."""
         import cuflash
 
         case = (inputs.workload, inputs.device)
         if case not in self._explained:  # it may compile: once for all directions
             try:
-                self._explained[case] = cuflash.explain(*loaded[:3], causal=inputs.workload.causal)
+                self._explained[case] = cuflash.explain(*loaded[:3], **options)
             except Exception:
                 self._explained[case] = None
         found = self._explained[case]
         plans = getattr(found, "plans", ())
-        if direction == "backward" and len(plans) > 1:
-            return " + ".join(plan.kernel for plan in plans[1:])
-        return getattr(found, "kernel", None)
+        if not plans:
+            return getattr(found, "kernel", None), None
+        plans = {"backward": plans[1:], "both": plans}.get(direction, plans[:1])
+        tiled = [dict(plan.constants) for plan in plans if "BLOCK_M" in dict(plan.constants)]
+        tile = (tiled[0]["BLOCK_M"], tiled[0]["BLOCK_N"]) if tiled else None
+        return " + ".join(plan.kernel for plan in plans), tile
+
+
+class CuflashTf32(Cuflash):
+    """The same, with float32 factors rounded to TF32 for the tensor cores."""
+
+    name = "cuflash-tf32"
+    precision = "tf32"
 
 
 class CuflashFromTorch(Cuflash):
@@ -86,10 +109,10 @@ class CuflashFromTorch(Cuflash):
     devices = ("cuda",)
 
     def missing(self) -> str | None:
-        return super().missing() or _torch_missing()
+        return super().missing() or torch_missing()
 
     def load(self, inputs: Inputs) -> Any:
-        return tuple(_to_torch(x, inputs) for x in super().load(inputs))
+        return tuple(x if x is None else to_torch(x, inputs) for x in super().load(inputs))
 
 
 class Plain(Provider):
@@ -106,7 +129,7 @@ class Plain(Provider):
     def load(self, inputs: Inputs) -> Any:
         xp, w = _array_library(inputs.device), inputs.workload
         q, k, v, dout = (
-            xp.ascontiguousarray(x.swapaxes(1, 2))
+            xp.ascontiguousarray(x.swapaxes(1, 2).astype(plain.dtype_name(w), copy=False))
             for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
         )
         if w.q_heads != w.kv_heads:
@@ -117,28 +140,35 @@ class Plain(Provider):
         xp, w = _array_library(inputs.device), inputs.workload
         q, k, v, dout = loaded
         kernel = f"{xp.__name__}.matmul"
-        note = self._memory_note(inputs, direction)
-        hidden = plain.hidden_scores(xp, w, q.dtype)
-        if direction != "backward":
-            if note:
-                return Case(lambda: plain.forward_by_head(xp, q, k, v, hidden),
-                            lambda out: out, True, kernel, note)
-            return Case(lambda: plain.forward(xp, q, k, v, hidden)[0],
-                        lambda out: out, True, kernel)
-        if note:
-            def gradients() -> Any:
-                return plain.backward_by_head(xp, dout, q, k, v, hidden)
-        else:
-            out, p = plain.forward(xp, q, k, v, hidden)
+        by_head = self._memory_note(inputs, direction)
+        note = by_head or self._dtype_note(w)
+        scores = plain.added_scores(xp, w, inputs.bias), plain.drawing(xp, w)
+        if direction not in GRADIENTS:
+            def forward() -> Any:
+                if by_head:
+                    return plain.forward_by_head(xp, q, k, v, *scores)
+                return plain.forward(xp, q, k, v, *scores).out
 
-            def gradients() -> Any:
-                return plain.backward(xp, dout, q, k, v, out, p)
+            return Case(forward, lambda out: out, True, kernel, note=note)
+        known = direction == "backward" and not by_head
+        kept = plain.forward(xp, q, k, v, *scores) if known else None
+
+        def gradients() -> Any:
+            if by_head:
+                return plain.backward_by_head(xp, dout, q, k, v, *scores)
+            made = plain.forward(xp, q, k, v, *scores) if kept is None else kept
+            return plain.backward(xp, dout, q, k, v, made)
 
         def backward() -> Any:
             dq, dk, dv = gradients()
             return dq, plain.sum_groups(dk, w.kv_heads), plain.sum_groups(dv, w.kv_heads)
 
-        return Case(backward, lambda grads: grads[0], True, kernel, note)
+        return Case(backward, lambda grads: grads[0], True, kernel, note=note)
+
+    @staticmethod
+    def _dtype_note(workload: Workload) -> str | None:
+        computed = plain.dtype_name(workload)
+        return None if computed == workload.dtype else f"computes in {computed}"
 
     @staticmethod
     def _memory_note(inputs: Inputs, direction: str) -> str | None:
@@ -154,65 +184,6 @@ class Plain(Provider):
         return f"one head at a time{again}: {text}"
 
 
-class TorchSdpa(Provider):
-    """PyTorch's scaled_dot_product_attention with one of its backends, or with its own choice."""
-
-    torch_memory = True
-
-    def __init__(
-        self,
-        name: str,
-        backend: str | None,
-        devices: tuple[str, ...] = ("cuda",),
-        dtypes: tuple[str, ...] = Provider.dtypes,
-    ) -> None:
-        self.name = name
-        self.backend = backend
-        self.devices = devices
-        self.dtypes = dtypes
-
-    def missing(self) -> str | None:
-        return _torch_missing()
-
-    def version(self, device: str) -> str:
-        import torch
-
-        return f"torch {torch.__version__}"
-
-    def active(self) -> AbstractContextManager[Any]:
-        if self.backend is None:
-            return nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, self.backend))
-
-    def load(self, inputs: Inputs) -> Any:
-        arrays = (inputs.q, inputs.k, inputs.v, inputs.dout)
-        return tuple(_to_torch(x, inputs).transpose(1, 2).contiguous() for x in arrays)
-
-    def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
-        import torch
-
-        w = inputs.workload
-        if w.dtype not in self.dtypes:
-            raise Skipped(f"{self.name} takes no {w.dtype}")
-        if w.causal and w.q_len != w.kv_len:
-            raise Skipped("PyTorch aligns the causal mask top-left")
-        if self.name == "efficient" and w.q_heads != w.kv_heads:
-            raise Skipped("efficient takes no grouped heads")
-        torch.set_float32_matmul_precision("highest")  # no TF32
-        attend = torch.nn.functional.scaled_dot_product_attention
-        options: dict[str, Any] = {"is_causal": w.causal, "enable_gqa": w.q_heads != w.kv_heads}
-        q, k, v, dout = loaded
-        kernel = self.backend or "PyTorch's choice"
-        if direction != "backward":
-            return Case(lambda: attend(q, k, v, **options), lambda out: out, True, kernel)
-        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        out = attend(*leaves, **options)
-        return Case(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-                    lambda grads: grads[0], True, kernel)
-
-
 def _array_library(device: str) -> Any:
     if device == "cpu":
         return np
@@ -221,33 +192,14 @@ def _array_library(device: str) -> Any:
     return cupy
 
 
-def _torch_missing() -> str | None:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return None
-
-
-def _to_torch(array: Any, inputs: Inputs) -> Any:
-    """Hand an array to PyTorch without a copy, in its own layout."""
-    import torch
-
-    if inputs.device == "cuda":
-        if not torch.cuda.is_available():
-            raise Skipped("PyTorch sees no GPU")
-        return torch.from_dlpack(array)
-    if inputs.workload.dtype == "bfloat16":  # NumPy's own DLPack has no bfloat16
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 ALL: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         Cuflash(),
+        CuflashTf32(),
         CuflashFromTorch(),
         Plain(),
+        PlainTorch(),
         TorchSdpa("cudnn", "CUDNN_ATTENTION", dtypes=HALVES),
         TorchSdpa("fa2", "FLASH_ATTENTION", dtypes=HALVES),
         TorchSdpa("efficient", "EFFICIENT_ATTENTION", dtypes=(*HALVES, "float32")),

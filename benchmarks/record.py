@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from measure import Measurement
-from workloads import Workload
+from workloads import Workload, from_fields
 
 Record = dict[str, Any]
 KEYS = (
     "provider", "provider_version", "kernel", "workload", "direction", "dtype", "batch", "q_len",
-    "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "device_ms", "tflops", "gbps",
-    "max_error", "peak_bytes", "allowed_bytes", "note", "gpu", "commit", "date",
+    "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "dropout", "bias", "window", "tile",
+    "device_ms", "tflops", "gbps", "max_error", "peak_bytes", "allowed_bytes", "moved_bytes",
+    "read_bytes", "written_bytes", "note", "gpu", "commit", "date",
 )
+# What records hold that were made before the key was.
+MISSING: Record = {**dict.fromkeys(KEYS), "dropout": 0.0, "bias": False}
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,20 @@ def make_record(
     return {key: record[key] for key in KEYS}
 
 
+def workload_of(record: Record) -> Workload:
+    """Make the workload of a record again."""
+    keys = {"name": "workload"}
+    return from_fields({f.name: record[keys.get(f.name, f.name)] for f in fields(Workload)})
+
+
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else float(f"{value:.{digits}g}")
 
 
 def load(path: Path) -> list[Record]:
     """Read a file of results; a missing file has none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [MISSING | record for record in found]
 
 
 def merge(path: Path, records: Iterable[Record]) -> None:

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 import machine
+import page
 import plots
 import record
-import tables
 from suites import SUITES, Suite
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         if suite is None:
             print(f"{path.name}: no such suite, left out", file=sys.stderr)
             continue
-        table = tables.suite_text(record.load(path), suite.shown)
+        table = page.suite_text(record.load(path), suite)
         if options.print:
             print(f"## {path.stem}\n\n{table}")
             continue

@@ -20,9 +20,10 @@ from time import perf_counter
 from typing import Any
 
 import machine
+import page
 import providers
 import record
-import tables
+import traffic
 from measure import Measurement, Subject, measure, measure_in_process
 from provider import Provider, Skipped
 from record import Origin, Record
@@ -30,7 +31,17 @@ from suites import SUITES, Suite
 from workloads import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
-Finding = tuple[Provider, str, Measurement]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A measurement, and what was measured."""
+
+    workload: Workload
+    provider: str
+    version: str
+    direction: str
+    found: Measurement
 
 
 class BrokenDevice(Exception):
@@ -69,7 +80,31 @@ def present(suite: Suite, device: str) -> tuple[Provider, ...]:
     return tuple(found)
 
 
-def measure_workload(run: Run, workload: Workload) -> Iterator[Finding]:
+def measure_all(run: Run) -> Iterator[Finding]:
+    """Measure all workloads, one after the other."""
+    if run.suite.method == "traffic":
+        yield from measure_traffic(run)
+        return
+    for workload in run.suite.workloads:
+        for provider, direction, found in measure_workload(run, workload):
+            version = provider.version(run.device)
+            yield Finding(workload, provider.name, version, direction, found)
+
+
+def measure_traffic(run: Run) -> Iterator[Finding]:
+    """Measure the bytes that cuflash moves, in one process, and count those of others beside it."""
+    for provider in run.providers:
+        chosen = [w for w in run.suite.workloads if run.directions(w, provider)]
+        version = provider.version(run.device)
+        for workload, found in zip(chosen, traffic.measure(chosen) if chosen else []):
+            beside = traffic.count(workload, machine.architecture())
+            for name, one in {provider.name: found, **beside}.items():
+                yield Finding(workload, name, version, "forward", one)
+
+
+def measure_workload(
+    run: Run, workload: Workload
+) -> Iterator[tuple[Provider, str, Measurement]]:
     """Measure one workload by every provider, one after the other."""
     wanted = [(p, run.directions(workload, p)) for p in run.providers]
     if run.suite.method == "process":
@@ -87,7 +122,7 @@ def measure_workload(run: Run, workload: Workload) -> Iterator[Finding]:
 
 def _measure_provider(
     run: Run, provider: Provider, subject: Subject, directions: list[str]
-) -> Iterator[Finding]:
+) -> Iterator[tuple[Provider, str, Measurement]]:
     loaded: list[Any] = []  # by the first case, so that a failure there is a finding too
 
     def one(direction: str) -> Measurement:
@@ -119,7 +154,7 @@ def attempt(device: str, task: Callable[..., Measurement], *arguments: Any) -> M
     try:
         machine.synchronize(device)
     except Exception as error:
-        raise BrokenDevice(failure) from error
+        raise BrokenDevice(f"the GPU is unusable after this: {failure}") from error
     return Measurement(note=failure)
 
 
@@ -127,7 +162,8 @@ def case_line(found: Record) -> str:
     """Write one record as a line of the log."""
     words = [f"{found['workload']} {found['dtype']} {found['provider']} {found['direction']}:"]
     for key, form in (("device_ms", "{:.4g} ms"), ("tflops", "{:.3g} TFLOP/s"),
-                      ("peak_bytes", "{:,} bytes"), ("max_error", "error {:.2g}"),
+                      ("peak_bytes", "{:,} bytes"), ("moved_bytes", "{:,} bytes moved"),
+                      ("max_error", "error {:.2g}"),
                       ("kernel", "{}"), ("note", "{}")):
         if found[key] is not None:
             words.append(form.format(found[key]))
@@ -142,18 +178,16 @@ def measure_suite(run: Run, origin: Origin, path: Path) -> tuple[list[Record], b
     records: list[Record] = []
     well = True
     try:
-        for workload in run.suite.workloads:
-            for provider, direction, found in measure_workload(run, workload):
-                version = provider.version(run.device)
-                made = record.make_record(
-                    workload, direction, provider.name, version, found, origin)
-                records.append(made)
-                record.merge(path, [made])
-                print(case_line(made), flush=True)
-                failed = (found.note or "").startswith("failed")
-                well &= not (failed and provider.name.startswith("cuflash"))
-    except BrokenDevice as failure:
-        print(f"the GPU is unusable after this, so the run ends here: {failure}", flush=True)
+        for one in measure_all(run):
+            made = record.make_record(
+                one.workload, one.direction, one.provider, one.version, one.found, origin)
+            records.append(made)
+            record.merge(path, [made])
+            print(case_line(made), flush=True)
+            failed = (one.found.note or "").startswith("failed")
+            well &= not (failed and one.provider.startswith("cuflash"))
+    except (BrokenDevice, traffic.NoCounters) as failure:
+        print(f"the run ends here: {failure}", flush=True)
         well = False
     return records, well
 
@@ -190,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.output / f"{machine.file_label(name)}-{options.suite}.json"
     records, well = measure_suite(run, origin, path)
     if records:
-        print("\n" + tables.suite_text(records, suite.shown))
+        print("\n" + page.suite_text(records, suite))
     print(f"{len(records)} cases in {perf_counter() - start:.0f} s, written to {path}")
     return 0 if well and any(p.name == "cuflash" for p in run.providers) else 1
 

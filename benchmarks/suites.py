@@ -34,6 +34,7 @@ SPEED = Quantity("tflops", "TFLOP/s", 1.0, True)
 MILLISECONDS = Quantity("device_ms", "ms", 1.0, False)
 MICROSECONDS = Quantity("device_ms", "µs", 1e3, False)
 MEMORY = Quantity("peak_bytes", "MiB", 2.0**-20, False)
+TRAFFIC = Quantity("moved_bytes", "MiB", 2.0**-20, False)
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ class Suite:
     device : str
         "cuda" or "cpu".
     method : str
-        "time" (of the device's work), "call" (host time of a call), "peak" (memory on the GPU), or
-        "process" (time and memory, one process for each case).
+        "time" (of the device's work), "call" (host time of a call), "peak" (memory on the GPU),
+        "process" (time and memory, one process for each case), or "traffic" (bytes to and from
+        the GPU's memory, all cases in one process under ncu).
     workloads : list of Workload
     providers : tuple of str
         Names in `providers.ALL`. The peers of one workload are measured one after the other.
     directions : tuple of str
     shown : tuple of Quantity
+    summaries : tuple of str
+        Names in `summaries.ALL`: what is said of the first quantity shown, below its table.
     """
 
     device: str
@@ -60,12 +64,34 @@ class Suite:
     providers: tuple[str, ...]
     directions: tuple[str, ...] = ("forward", "backward")
     shown: tuple[Quantity, ...] = (SPEED,)
+    summaries: tuple[str, ...] = ()
 
 
 SUITES = {
-    "float32": Suite("cuda", "time", workloads.FLOAT32, ("cuflash", "plain", "efficient")),
+    "float32": Suite(
+        "cuda", "time", workloads.FLOAT32, ("cuflash", "cuflash-tf32", "plain", "efficient"),
+    ),
     "float64": Suite("cuda", "time", workloads.FLOAT64, ("cuflash", "plain")),
-    "papers": Suite("cuda", "time", workloads.PAPERS, ("cuflash", "plain", "cudnn", "fa2")),
+    "papers": Suite(
+        "cuda", "time", workloads.PAPERS, ("cuflash", "fa2", "cudnn", "plain-torch"),
+        summaries=("means",),
+    ),
+    "against_plain": Suite(
+        "cuda", "time", workloads.AGAINST_PLAIN, ("cuflash", "plain", "plain-torch"),
+        summaries=("means", "lead"),
+    ),
+    "options": Suite(
+        "cuda", "time", workloads.OPTIONS, ("cuflash", "fa2", "cudnn", "efficient"),
+        shown=(MILLISECONDS,), summaries=("costs",),
+    ),
+    "gpt2": Suite(
+        "cuda", "time", workloads.GPT2, ("cuflash", "plain", "plain-torch", "fa2", "cudnn"),
+        directions=("forward", "backward", "both"), shown=(MILLISECONDS,),
+    ),
+    "traffic": Suite(
+        "cuda", "traffic", workloads.TRAFFIC, ("cuflash",), directions=("forward",),
+        shown=(TRAFFIC,),
+    ),
     "cpu": Suite(
         "cpu", "process", workloads.CPU, ("cuflash", "plain", "sdpa"),
         shown=(MILLISECONDS, MEMORY),
@@ -75,9 +101,12 @@ SUITES = {
         directions=("call",), shown=(MICROSECONDS,),
     ),
     "memory": Suite(
-        "cuda", "peak", workloads.MEMORY, ("cuflash", "plain", "efficient"), shown=(MEMORY,)
+        "cuda", "peak", workloads.MEMORY, ("cuflash", "plain", "efficient", "fa2"),
+        shown=(MEMORY,), summaries=("per_token",),
     ),
     "smoke": Suite(
-        "cpu", "time", workloads.SMOKE, ("cuflash", "plain", "sdpa"), shown=(MILLISECONDS,)
+        "cpu", "time", workloads.SMOKE, ("cuflash", "plain", "plain-torch", "sdpa"),
+        directions=("forward", "backward", "both"), shown=(MILLISECONDS,),
+        summaries=("means", "costs"),
     ),
 }

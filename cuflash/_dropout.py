@@ -1,7 +1,7 @@
 """Philox4x32-10 (Salmon et al., SC 2011) in array code, and the keep mask of dropout made with it.
 
-The decision for a score depends on (seed, b, h, i, j) alone. ``kernels/rng.cuh`` is the same
-function in CUDA.
+The decision for a score depends on (seed, b, h, i, j) alone: it is dropped if 32 random bits of its
+own are below a threshold. ``kernels/rng.cuh`` is the same function in CUDA.
 """
 
 from __future__ import annotations
@@ -42,16 +42,27 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     tuple of four uint32 arrays
     """
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
-    k0, k1 = key
-    for _ in range(10):
+    for k0, k1 in round_keys(key):
         product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0)
         c1 = product1 & _LOW
         c2 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
         c3 = product0 & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     narrow = np.uint32
     return c0.astype(narrow), c1.astype(narrow), c2.astype(narrow), c3.astype(narrow)
+
+
+def round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """The keys of Philox4x32's ten rounds."""
+    steps = (0x9E3779B9, 0xBB67AE85)
+    return [
+        ((key[0] + n * steps[0]) % 2**32, (key[1] + n * steps[1]) % 2**32) for n in range(10)
+    ]
+
+
+def seed_key(seed: int) -> tuple[int, int]:
+    """The two halves of a seed, the key of its random numbers."""
+    return seed & 0xFFFFFFFF, seed >> 32
 
 
 def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range) -> np.ndarray:
@@ -61,7 +72,7 @@ def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range
     ----------
     seed : int
     drop_below : int
-        A score is dropped if its random 32-bit word is below this.
+        A score is dropped if its 32 random bits are below this.
     b, h : int
         Batch element and query head.
     rows, columns : range
@@ -71,14 +82,25 @@ def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range
     -------
     (len(rows), len(columns)) bool array
     """
-    # Four keys share one call: within 16 keys, j, j + 1, j + 8 and j + 9 for even j below 8.
-    first = columns.start // 16 * 16
-    blocks = -(-(columns.stop - first) // 16)
-    groups = np.arange(first // 4, first // 4 + blocks * 4, dtype=np.uint32)
-    i = np.arange(rows.start, rows.stop, dtype=np.uint32)[:, None]
-    counter = (groups, i, np.uint32(h), np.uint32(b))
-    words = np.stack(philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)), axis=-1)
-    # (row, block, j % 8 // 2, word) with word = j % 2 + 2 * (j % 16 // 8), to (row, j)
-    words = words.reshape(len(rows), blocks, 4, 2, 2).transpose(0, 1, 3, 2, 4)
-    words = words.reshape(len(rows), blocks * 16)
-    return words[:, columns.start - first : columns.stop - first] >= np.uint32(drop_below)
+    # The high 16 bits. Eight scores of a block of 16 x 16 share one call: queries i and i + 8,
+    # keys j, j + 1, j + 8 and j + 9, for i below 8 and even j below 8.
+    i_first, j_first = rows.start // 16 * 16, columns.start // 16 * 16
+    i_blocks, j_blocks = (-(-(r.stop - s) // 16) for r, s in ((rows, i_first), (columns, j_first)))
+    i = np.arange(i_first // 2, i_first // 2 + i_blocks * 8, dtype=np.uint32)[:, None]
+    groups = np.arange(j_first // 4, j_first // 4 + j_blocks * 4, dtype=np.uint32)
+    words = np.stack(philox4x32((groups, i, np.uint32(h), np.uint32(b)), seed_key(seed)), axis=-1)
+    # (block, i % 8, block, j % 8 // 2, i % 16 // 8, j % 16 // 8, j % 2) to (i, j)
+    high = words.astype("<u4").view("<u2").reshape(i_blocks, 8, j_blocks, 4, 2, 2, 2)
+    high = high.transpose(0, 4, 1, 2, 5, 3, 6).reshape(i_blocks * 16, j_blocks * 16)
+    high = high[rows.start - i_first : rows.stop - i_first,
+                columns.start - j_first : columns.stop - j_first]  # fmt: skip
+    keep = high >= np.uint16(drop_below >> 16)
+    # The low 16 bits, where they decide. Four keys of a query share a call.
+    y, x = np.nonzero(high == np.uint16(drop_below >> 16))
+    if len(y):
+        i, j = (y + rows.start).astype(np.uint32), (x + columns.start).astype(np.uint32)
+        counter = (j // 16 * 4 + j % 8 // 2, i, np.uint32(h), np.uint32(b | 2**31))
+        words = np.stack(philox4x32(counter, seed_key(seed)), axis=-1)
+        low = words[np.arange(len(j)), j % 2 + j % 16 // 8 * 2] >> np.uint32(16)
+        keep[y, x] = low >= np.uint32(drop_below & 0xFFFF)
+    return keep

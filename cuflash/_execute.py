@@ -93,6 +93,7 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
         _signature(q), _signature(k), _signature(v),
         causal=options["causal"], window=options["window"],
         softcap=options["softcap"], scale=options["scale"], dropout=options["dropout"],
+        precision=options["precision"],
         **{name: _signature(array) for name, array in arrays.items()},
     )  # fmt: skip
     return _Call(problem, q, k, v, _extras(problem, arrays, options), arrays, three_axes, like)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +48,23 @@ class Explanation:
         """Name of the forward kernel; "reference" is NumPy's."""
         return self.plans[0].kernel if self.plans else "reference"
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes between chip and memory in plain attention, which writes the scores down.
+
+        Scores and softmax are written and read once each: the model of Dao et al. (2022).
+        """
+        rows, keys = _rows_and_keys(self.problem)
+        return 4 * _score_bytes(self.problem) + rows + keys
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes between chip and memory in the forward pass: keys once for each tile of queries."""
+        rows, keys = _rows_and_keys(self.problem)
+        block_m = int(self.plans[0].constant("BLOCK_M")) if self.plans else 256
+        passes = max(1.0, self.problem.q_len / block_m * _visible_share(self.problem))
+        return round(rows + keys * passes)
+
     def __str__(self) -> str:
         lines = [("problem", _sentence(self.problem))]
         if self.device is None:
@@ -57,7 +75,7 @@ class Explanation:
             direction = {0: "forward", 1: "backward"}.get(number, "")
             build = self.builds[number] if self.builds else None
             lines += [(direction, plan.kernel), *(("", text) for text in _details(plan, build))]
-        lines += [("memory", text) for text in _traffic(self.problem, self.plans)]
+        lines += [("memory", text) for text in _traffic(self)]
         return "\n".join(f"{label:9}{text}" for label, text in lines)
 
 
@@ -84,6 +102,7 @@ def _sentence(problem: Problem) -> str:
         features.append(f"window {problem.window}")
     features += [name for name in ("mask", "alibi", "sinks") if getattr(problem, name)]
     features += ["bias"] if problem.bias else []
+    features += [problem.precision] if problem.precision != "ieee" else []
     features += [f"softcap {problem.softcap:g}"] if problem.softcap else []
     features += [f"dropout {problem.dropout:g}"] if problem.dropout else []
     return ", ".join([sizes, problem.dtype, *features])
@@ -97,10 +116,12 @@ def _details(plan: _plan.Plan, build: _compile.Build | None) -> list[str]:
     if build is not None and build.registers:  # PTX has none yet
         spills = f"{build.spill_bytes} bytes spilled" if build.spill_bytes else "no spills"
         launch += f", {build.registers} registers, {spills}"
-    if "BLOCK_M" not in names:
+    if "MIN_BLOCKS" not in names:  # no tiles
         return [launch]
     tile = f"  tile {names['BLOCK_M']} queries x {names['BLOCK_N']} keys"
-    return [f"{tile}, {names['VECTOR']} elements per access", launch]
+    if "VECTOR" in names:
+        return [f"{tile}, {names['VECTOR']} elements per access", launch]
+    return [f"{tile}, {names['WARPS']} warps on tensor cores, {names['STAGES']} stages", launch]
 
 
 def _visible_share(problem: Problem) -> float:
@@ -117,22 +138,27 @@ def _visible_share(problem: Problem) -> float:
     return seen / (count * problem.kv_len)
 
 
-def _traffic(problem: Problem, plans: tuple[_plan.Plan, ...]) -> list[str]:
-    """Bytes between chip and memory in the forward pass, by the model of Dao et al. (2022)."""
-    element = ELEMENT_TYPES[problem.dtype]
+def _score_bytes(problem: Problem) -> int:
+    return math.prod(problem.score_shape) * ELEMENT_TYPES[problem.dtype].size
+
+
+def _lse_bytes(problem: Problem) -> int:
+    return math.prod(problem.lse_shape) * ELEMENT_TYPES[problem.dtype].compute_size
+
+
+def _rows_and_keys(problem: Problem) -> tuple[int, int]:
+    """Bytes of q, out and lse, and of k and v for each query head."""
+    width = (problem.head_dim + problem.value_dim) * ELEMENT_TYPES[problem.dtype].size
     heads = problem.batch * problem.q_heads
-    scores = heads * problem.q_len * problem.kv_len * element.size
-    widths = problem.head_dim + problem.value_dim
-    lse = heads * problem.q_len * element.compute_size
-    rows = heads * problem.q_len * widths * element.size + lse
-    keys = heads * problem.kv_len * widths * element.size
-    plain = 4 * scores + rows + keys  # scores and softmax written and read once each
-    block_m = int(plans[0].constant("BLOCK_M")) if plans else 256
-    passes = max(1.0, problem.q_len / block_m * _visible_share(problem))
-    tiled = rows + keys * passes
+    return heads * problem.q_len * width + _lse_bytes(problem), heads * problem.kv_len * width
+
+
+def _traffic(explained: Explanation) -> list[str]:
+    plain, tiled = explained.plain_bytes, explained.forward_bytes
+    problem = explained.problem
     return [
         f"forward moves {tiled / _MIB:,.1f} MiB (keys and values once per query tile); plain "
         f"attention {plain / _MIB:,.1f} MiB, {plain / max(1, tiled):.1f} times as much",
-        f"beside its output it keeps {lse / _MIB:,.2f} MiB (lse); plain attention "
-        f"{scores / _MIB:,.1f} MiB",
+        f"beside its output it keeps {_lse_bytes(problem) / _MIB:,.2f} MiB (lse); plain attention "
+        f"{_score_bytes(problem) / _MIB:,.1f} MiB",
     ]

@@ -90,11 +90,12 @@ def attention_backward(
         dout, q, k, v, out = (aligned(array) for array in (dout, q, k, v, out))
         extra, lse = _extra_arrays(problem, extras), _contiguous(lse)
         # Key tiles add their shares of dq to zeros, in the compute type.
-        sums = None if deterministic else cupy.zeros(q.shape, element.compute)
-        direct = sums is not None and sums.dtype == q.dtype
+        direct, sums = problem.sums_are_dq, None
+        if not deterministic:
+            sums = cupy.zeros(q.shape if direct else _sums_size(problem), element.compute)
         arrays = Arrays(
             q, k, v, out, dout,
-            dq=sums if direct else empty(q.shape, element.numpy),
+            dq=sums if direct and not deterministic else empty(q.shape, element.numpy), sums=sums,
             dk=empty(k.shape, element.numpy), dv=empty(v.shape, element.numpy),
             lse=lse, delta=empty(lse.shape, element.compute),
             dlse=None if dlse is None else _contiguous(dlse),
@@ -102,7 +103,7 @@ def attention_backward(
             dsinks=empty(problem.q_heads, element.compute) if problem.sinks else None,
             **extra,
         )  # fmt: skip
-        _run_backward(problem, arrays, sums, extras.seed)
+        _run_backward(problem, arrays, extras.seed)
         dsinks = arrays.dsinks
         if dsinks is not None:
             dsinks = dsinks.astype(extras.sinks.dtype, copy=False)
@@ -124,17 +125,19 @@ def _empty_gradients(
     return dq, dk, dv, dbias, dsinks
 
 
-def _run_backward(problem: Problem, arrays: Arrays, sums: Any | None, seed: int) -> None:
+def _sums_size(problem: Problem) -> int:
+    """Values of dq's sums, room for whole tiles of 16 rows included."""
+    rows = -(-problem.q_len // 16) * 16
+    return problem.batch * problem.q_heads * rows * problem.head_dim
+
+
+def _run_backward(problem: Problem, arrays: Arrays, seed: int) -> None:
     index = device_index(arrays.q)
-    added = arrays if sums is None else arrays._replace(dq=sums)
-    parameters, vector = pack(problem, added, seed)
+    parameters, vector = pack(problem, arrays, seed)
+    deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
-    for plan in _plan.backward(problem, device(index), vector, sums is None, shape):
-        if plan.kernel == "convert_dq":
-            parameters_of_dq, _ = pack(problem, Arrays(dq=arrays.dq, sums=sums))
-            _launch(plan, parameters_of_dq, index)
-        else:
-            _launch(plan, parameters, index)
+    for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
+        _launch(plan, parameters, index)
 
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash._dropout import round_keys, seed_key
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem
 
+_SECTION_BYTES = 8 << 20  # of keys and values at a time, a part of the L2 cache
 _FAR = 2**62  # an open end of a band
 _WIDEST = 16  # bytes of the widest memory access
 
@@ -48,7 +51,8 @@ class Arrays(NamedTuple):
 
 _STRIDED = Arrays._fields.index("lse")
 _ROWS = Arrays._fields.index("mask")
-_POINTERS = struct.Struct(f"<{len(Arrays._fields) + 1}Q")
+_HEAD = struct.Struct(f"<{len(Arrays._fields)}Q20I")  # pointers, and keys of the rounds of Philox
+_NO_KEYS = (0,) * 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Layout:
     Attributes
     ----------
     data : bytes
-        The struct behind its pointers.
+        The struct behind its pointers and keys.
     alignment : int
         Greatest power of two, up to 16, that divides all distances between elements of different
         rows, in bytes; and those within rows, if they do not lie side by side.
@@ -90,7 +94,8 @@ def pack(problem: Problem, arrays: Arrays, seed: int = 0) -> tuple[np.ndarray, i
     vector = (bits & -bits) // ELEMENT_TYPES[problem.dtype].size
     if not layout.dense:
         vector = min(vector, 1)
-    data = _POINTERS.pack(*pointers, seed) + layout.data
+    keys = chain(*round_keys(seed_key(seed))) if problem.dropout else _NO_KEYS
+    data = _HEAD.pack(*pointers, *keys) + layout.data
     return np.frombuffer(data, f"V{len(data)}"), vector
 
 
@@ -99,11 +104,11 @@ def _layout(problem: Problem, *described: Described) -> Layout:
     bias = described[Arrays._fields.index("bias")]
     left, right = problem.band
     numbers = struct.pack(
-        "<13q",
+        "<14q",
         problem.batch, problem.q_len, problem.kv_len, problem.q_heads, problem.kv_heads,
         problem.offset, _FAR if left is None else left, _FAR if right is None else right,
         problem.kv_len - problem.q_len,
-        *((0, 0, 0, 0) if bias is None else bias[0]),
+        *((0, 0, 0, 0) if bias is None else bias[0]), _section_heads(problem),
     )  # fmt: skip
     kind = "f" if ELEMENT_TYPES[problem.dtype].compute == "float32" else "d"
     reals = struct.pack(
@@ -112,6 +117,17 @@ def _layout(problem: Problem, *described: Described) -> Layout:
     strides = [stride for each in described for stride in _element_strides(each)]
     data = numbers + reals + struct.pack(f"<Q{len(strides)}q", problem.drop_below, *strides)
     return Layout(data, *_alignment(problem, described[:_ROWS]))
+
+
+def _section_heads(problem: Problem) -> int:
+    """Query heads whose keys and values fit in the L2 cache together; 1 without a causal mask."""
+    if problem.band[1] is None:
+        return 1
+    size = ELEMENT_TYPES[problem.dtype].size
+    rows = problem.batch * problem.kv_len * problem.kv_heads
+    heads = problem.batch * problem.q_heads
+    all_bytes = rows * (problem.head_dim + problem.value_dim) * size
+    return max(1, min(heads, heads * _SECTION_BYTES // max(1, all_bytes)))
 
 
 def _element_strides(described: Described) -> tuple[int, ...]:
@@ -129,10 +145,8 @@ def row_bits(problem: Problem) -> int:
 
 
 def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool]:
-    size, bits, dense = ELEMENT_TYPES[problem.dtype].size, row_bits(problem), True
+    bits, dense = row_bits(problem), True
     for shape, strides, element in filter(None, tensors):
-        if element != size:  # an accumulator of dq, which is written one by one
-            continue
         if shape[-1] > 1 and strides[-1] != element:
             bits, dense = bits | strides[-1], False
         for length, stride in zip(shape[:-1], strides[:-1]):

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 
 from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem
-from cuflash._tiles import BACKWARD, FORWARD, Table, Tile
+from cuflash._tiles import (
+    BACKWARD,
+    FORWARD,
+    TENSOR_BACKWARD,
+    TENSOR_FORWARD,
+    TENSOR_QUERY,
+    AnyTile,
+    BackwardTile,
+    ForwardTile,
+    Table,
+    Tile,
+)
 from cuflash._values import HashedOnce
 
 Constant = tuple[str, int | bool | str]
@@ -125,11 +136,16 @@ def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[Constant]
     ]
 
 
-def _tiles(table: Table, problem: Problem, width: int) -> Iterator[Tile]:
-    """The tiles to try, the last one ever smaller."""
-    entry = next(e for e in table[ELEMENT_TYPES[problem.dtype].compute] if width <= e.width)
+def _choices(table: Table[AnyTile], problem: Problem, width: int) -> tuple[AnyTile, ...]:
+    """The table's tiles for a problem; none where it is too wide."""
     rich = any(value for _, value in _features(problem)[2:])
-    tiles = entry.rich if rich else entry.plain
+    entry = next((entry for entry in table if width <= entry.width), None)
+    return () if entry is None else entry.rich if rich else entry.plain
+
+
+def _tiles(table: dict[str, Table[Tile]], problem: Problem, width: int) -> Iterator[Tile]:
+    """The tiles to try, the last one ever smaller."""
+    tiles = _choices(table[ELEMENT_TYPES[problem.dtype].compute], problem, width)
     yield from tiles
     tile = tiles[-1]
     while tile.rows > 1:
@@ -173,6 +189,9 @@ def forward(problem: Problem, device: Device, vector: int) -> Plan:
     vector : int
         Elements that one memory access may take, as far as the arrays' alignment goes.
     """
+    tensor = _tensor(TENSOR_FORWARD, problem, device, vector, _forward_tensor)
+    if tensor is not None:
+        return tensor
     tiles = _tiles(FORWARD, problem, problem.value_dim)
     return _fitting((_forward_generic(problem, tile, vector) for tile in tiles), device)
 
@@ -214,13 +233,18 @@ def backward(
         tiles = _tiles(BACKWARD, problem, max(problem.head_dim, problem.value_dim))
         return _fitting(map(plan_of, tiles), device)
 
-    plans = [
-        _prepare(problem),
-        tiled(lambda tile: _backward_keys(problem, tile, vector, not deterministic)),
-    ]
+    keys = _tensor(
+        TENSOR_BACKWARD, problem, device, vector, partial(_backward_tensor, not deterministic)
+    )
+    if keys is None:
+        keys = tiled(lambda tile: _backward_keys(problem, tile, vector, not deterministic))
+    plans = [_prepare(problem, vector), keys]
     if deterministic:
-        plans.append(tiled(lambda tile: _backward_query(problem, tile, vector)))
-    elif ELEMENT_TYPES[problem.dtype].compute != problem.dtype:
+        query = _tensor(TENSOR_QUERY, problem, device, vector, _query_tensor)
+        plans.append(query or tiled(lambda tile: _backward_query(problem, tile, vector)))
+    elif keys.kernel == "attention_backward":
+        plans.append(_convert_fragments(problem))
+    elif not problem.sums_are_dq:
         plans.append(_convert(problem))
     if bias_shape is not None:
         plans.append(tiled(lambda tile: _backward_bias(problem, tile, vector, bias_shape)))
@@ -235,15 +259,26 @@ def _flat(kernel: str, problem: Problem, threads: int, constants: Constants) -> 
     return Plan(kernel, named, _grid(-(-threads // 256)), 256)
 
 
-def _prepare(problem: Problem) -> Plan:
-    threads = math.prod(problem.lse_shape) * 32
-    constants = (("VALUE_DIM", problem.value_dim),)
+def _prepare(problem: Problem, vector: int) -> Plan:
+    chunks = problem.value_dim // vector
+    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= min(chunks, 32))
+    constants = (("VALUE_DIM", problem.value_dim), ("VECTOR", vector), ("LANES", lanes))
+    threads = math.prod(problem.lse_shape) * lanes
     return _flat("attention_backward_prepare", problem, threads, constants)
 
 
 def _convert(problem: Problem) -> Plan:
     values = problem.batch * problem.q_len * problem.q_heads * problem.head_dim
     return _flat("convert_dq", problem, values, (("HEAD_DIM", problem.head_dim),))
+
+
+def _convert_fragments(problem: Problem) -> Plan:
+    warps = problem.batch * problem.q_heads * -(-problem.q_len // 16)
+    constants = (
+        ("HEAD_DIM", problem.head_dim), ("VALUE_DIM", problem.value_dim),
+        ("BLOCK_M", 16), ("BLOCK_N", 16), *_features(problem),
+    )  # fmt: skip
+    return _flat("convert_dq_fragments", problem, warps * 32, constants)
 
 
 def dropout_mask(problem: Problem) -> Plan:
@@ -291,4 +326,98 @@ def _backward_bias(problem: Problem, tile: Tile, vector: int, shape: tuple[int, 
         "attention_backward_bias_generic", problem, tile, vector, tiles,
         memory.scores + 2 * memory.score_ring(block_d),
         ("BLOCK_D", block_d), ("BLOCK_K", memory.lanes),
+    )  # fmt: skip
+
+
+def _tensor(
+    tables: dict[str, Table[AnyTile]], problem: Problem, device: Device, vector: int,
+    plan_of: Callable[[Problem, AnyTile], Plan],
+) -> Plan | None:  # fmt: skip
+    """A tensor-core kernel's plan, where one takes the problem."""
+    element = ELEMENT_TYPES[problem.dtype]
+    kind = "half" if element.size == 2 else problem.precision
+    whole = problem.head_dim % 8 == 0 and problem.value_dim % 8 == 0
+    if kind not in tables or device.arch < 80 or not whole or vector * element.size < 16:
+        return None
+    tiles = _choices(tables[kind], problem, max(problem.head_dim, problem.value_dim))
+    plans = (plan_of(problem, tile) for tile in tiles)
+    return next((plan for plan in plans if _blocks_fit(plan, device)), None)
+
+
+def _blocks_fit(plan: Plan, device: Device) -> bool:
+    """Whether shared memory holds MIN_BLOCKS blocks; CUDA takes 1 KiB of each."""
+    blocks = int(plan.constant("MIN_BLOCKS"))
+    return blocks * (plan.shared_bytes + 1024) <= device.shared_bytes + 1024
+
+
+def _panels(rows: int, width: int, size: int) -> int:
+    """Bytes of rows of `size`-byte values in panels of 128 bytes (kernels/mma.cuh)."""
+    return _round_up(width * size, 128) * rows
+
+
+def _score_bytes(problem: Problem, tile: ForwardTile | BackwardTile) -> tuple[int, int]:
+    """Bytes of a tile of biases, and of the bits of two masks (kernels/mma_scores.cuh)."""
+    size = ELEMENT_TYPES[problem.bias].size if problem.bias else 0
+    mask = 2 * tile.block_m * -(-tile.block_n // 32) * 4 if problem.mask else 0
+    return _panels(tile.block_m, tile.block_n, size), mask
+
+
+def _tensor_plan(
+    kernel: str, problem: Problem, tile: ForwardTile | BackwardTile, blocks: int, shared: int,
+    *constants: Constant,
+) -> Plan:  # fmt: skip
+    return Plan(
+        kernel,
+        (
+            *_types(problem),
+            ("HEAD_DIM", problem.head_dim), ("VALUE_DIM", problem.value_dim),
+            *((name.upper(), value) for name, value in asdict(tile).items()),
+            *_features(problem),
+            # Below, the product of the scale and -inf could be NaN.
+            ("POSITIVE_SCALE", problem.scale > 1e-30),
+            *constants, ("SHARED_BYTES", shared),
+        ),
+        _grid(blocks), tile.warps * 32, shared,
+    )  # fmt: skip
+
+
+def _forward_tensor(problem: Problem, tile: ForwardTile) -> Plan:
+    rows = (problem.head_dim,)
+    return _tensor_rows("attention_forward", problem, tile, rows, ("HAS_SINKS", problem.sinks))
+
+
+def _query_tensor(problem: Problem, tile: ForwardTile) -> Plan:
+    rows = (problem.head_dim, problem.value_dim)
+    return _tensor_rows("attention_backward_query", problem, tile, rows)
+
+
+def _tensor_rows(
+    kernel: str, problem: Problem, tile: ForwardTile, rows: tuple[int, ...], *constants: Constant
+) -> Plan:
+    """A kernel whose blocks keep rows of these widths and walk over keys and values."""
+    size = ELEMENT_TYPES[problem.dtype].size
+    bias, mask = _score_bytes(problem, tile)
+    kept = sum(_panels(tile.block_m, width, size) for width in rows)
+    widths = (problem.head_dim, problem.value_dim)
+    stage = sum(_panels(tile.block_n, width, size) for width in widths) + bias
+    blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
+    shared = kept + tile.stages * stage + mask
+    return _tensor_plan(
+        kernel, problem, tile, blocks, shared, ("WARPS_M", tile.warps), *constants
+    )
+
+
+def _backward_tensor(add_dq: bool, problem: Problem, tile: BackwardTile) -> Plan:
+    size = ELEMENT_TYPES[problem.dtype].size
+
+    def both(rows: int) -> int:
+        return _panels(rows, problem.head_dim, size) + _panels(rows, problem.value_dim, size)
+
+    bias, mask = _score_bytes(problem, tile)
+    scores = _panels(tile.block_m, tile.block_n, size)
+    stage = both(tile.block_m) + scores + bias
+    blocks = problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_n)
+    return _tensor_plan(
+        "attention_backward", problem, tile, blocks,
+        both(tile.block_n) + scores + tile.stages * stage + mask, ("ADD_DQ", add_dq),
     )  # fmt: skip

@@ -41,6 +41,7 @@ class Problem(HashedOnce):
     bias: str | None = None
     alibi: bool = False
     sinks: bool = False
+    precision: str = "ieee"
 
     __hash__ = HashedOnce.__hash__
 
@@ -76,6 +77,11 @@ class Problem(HashedOnce):
     def score_shape(self) -> tuple[int, int, int, int]:
         """Shape of all scores, which are never kept."""
         return self.batch, self.q_heads, self.q_len, self.kv_len
+
+    @property
+    def sums_are_dq(self) -> bool:
+        """Shares of dq may be added up in dq itself."""
+        return self.dtype == ELEMENT_TYPES[self.dtype].compute and self.precision == "ieee"
 
     @property
     def empty(self) -> bool:
@@ -121,6 +127,15 @@ def _alignment(causal: Any) -> str | None:
     if not isinstance(causal, (bool, np.bool_)):
         raise reject(TypeError, "causal must be a boolean or the name of an alignment", causal)
     return "bottom-right" if causal else None
+
+
+def _precision(precision: Any) -> str:
+    rule = 'precision must be "ieee" or "tf32"'
+    if not isinstance(precision, str):
+        raise reject(TypeError, rule, precision)
+    if precision not in ("ieee", "tf32"):
+        raise reject(ValueError, rule, precision)
+    return precision
 
 
 def _side(window: Any, side: Any) -> int | None:
@@ -196,7 +211,7 @@ def describe(
     q: Signature, k: Signature, v: Signature, *,
     causal: Any = False, window: Any = None, mask: Signature | None = None,
     bias: Signature | None = None, alibi_slopes: Signature | None = None, softcap: Any = None,
-    sinks: Signature | None = None, scale: Any = None, dropout: Any = 0.0,
+    sinks: Signature | None = None, scale: Any = None, dropout: Any = 0.0, precision: Any = "ieee",
 ) -> Problem:  # fmt: skip
     """Checks one call and describes it; arrays are given by shape (four axes) and dtype."""
     return _describe(
@@ -206,6 +221,7 @@ def describe(
         softcap if softcap is None else _number("softcap", softcap),
         scale if scale is None else _number("scale", scale),
         dropout if type(dropout) is float else _number("dropout", dropout),
+        _precision(precision),
     )  # fmt: skip
 
 
@@ -214,7 +230,7 @@ def _describe(
     q: Signature, k: Signature, v: Signature, mask: Signature | None, bias: Signature | None,
     alibi_slopes: Signature | None, sinks: Signature | None, causal: bool | str | None,
     window: tuple[int | None, int | None] | None, softcap: float | None, scale: float | None,
-    dropout: float,
+    dropout: float, precision: str,
 ) -> Problem:  # fmt: skip
     """:func:`describe`, once for each set of options, which are hashable here."""
     _check_tensors({"q": q, "k": k, "v": v})
@@ -237,6 +253,7 @@ def _describe(
         1 / math.sqrt(head_dim) if scale is None else scale,
         _alignment(causal or False), (left, right), softcap, dropout,
         mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
+        precision if q[1] == np.float32 else "ieee",
     )  # fmt: skip
 
 

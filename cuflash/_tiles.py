@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,11 @@ class Tile:
         return self.threads_n * self.columns
 
 
+AnyTile = TypeVar("AnyTile")
+
+
 @dataclass(frozen=True)
-class Entry:
+class Entry(Generic[AnyTile]):
     """Tiles for widths up to `width`, in order of preference: the first that fits is taken.
 
     `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
@@ -42,18 +46,18 @@ class Entry:
     """
 
     width: int
-    plain: tuple[Tile, ...]
-    rich: tuple[Tile, ...]
+    plain: tuple[AnyTile, ...]
+    rich: tuple[AnyTile, ...]
 
 
-Table = dict[str, tuple[Entry, ...]]
+Table = tuple[Entry[AnyTile], ...]
 
 # By compute type. The width is value_dim in the forward pass, the larger of head_dim and value_dim
 # in the backward pass. The first plain tiles up to width 256 (float64: 128) won on an H200; the
 # others are the largest that fit without spilling. The last tiles of a row are for GPUs with less
 # shared memory.
 _T = Tile
-FORWARD: Table = {
+FORWARD: dict[str, Table[Tile]] = {
     "float32": (
         Entry(64, (_T(16, 8, 8, 16, 2048, 2), _T(16, 4, 8, 32, 2048, 2)),
               (_T(16, 4, 4, 32, 2048, 2),)),
@@ -72,7 +76,7 @@ FORWARD: Table = {
         Entry(512, (_T(16, 1, 4, 16, 1024, 1, 16),), (_T(16, 1, 4, 16, 1024, 1, 16),)),
     ),
 }  # fmt: skip
-BACKWARD: Table = {
+BACKWARD: dict[str, Table[Tile]] = {
     "float32": (
         Entry(64, (_T(16, 4, 8, 32, 2048, 2), _T(16, 4, 8, 16, 2048, 2)),
               (_T(16, 4, 4, 32, 2048, 2),)),
@@ -95,6 +99,105 @@ BACKWARD: Table = {
     ),
 }  # fmt: skip
 
-# Bytes per thread that a generic kernel may spill: what it keeps there are addresses, written once
-# per tile outside of the products.
-SPILL_ALLOWANCE = 64
+
+def spill_allowance(kernel: str) -> int:
+    """Bytes per thread that a kernel may spill.
+
+    What the generic kernels keep there are addresses, written once per tile outside of the
+    products. The tensor-core kernels' sums take nearly all registers; with bias, dropout and more
+    at once they spill, and yet were faster than with smaller tiles that spill nothing.
+    """
+    return 64 if kernel.endswith("generic") else 512
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Sizes of the tensor-core forward kernel's tile; names as the kernel's constants."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    min_blocks: int
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Sizes of the tensor-core backward kernel's tile; names as the kernel's constants.
+
+    `warps_m` of the warps split the queries of a tile of scores, `query_warps` those of dq; the
+    others split the keys, and the channels of dq.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    warps_m: int
+    query_warps: int
+    stages: int
+    min_blocks: int
+
+
+# By the larger of head_dim and value_dim: tiles in order of preference; the first is taken of which
+# a multiprocessor holds `min_blocks`. The first ones won on an H200 (benchmarks/NOTES.md), the
+# others are for GPUs with less shared memory. `rich` is as in the tables above.
+_F, _B = ForwardTile, BackwardTile
+TENSOR_FORWARD: dict[str, Table[ForwardTile]] = {
+    "half": (
+        Entry(64, (_F(128, 128, 4, 2, 2), _F(128, 64, 4, 2, 2)),
+              (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 32, 4, 1, 2),
+               _F(64, 32, 4, 1, 1))),
+        Entry(128, (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 64, 4, 1, 2)),
+              (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 32, 4, 1, 2),
+               _F(64, 32, 4, 1, 1))),
+        Entry(256, (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1)),
+              (_F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1), _F(64, 32, 4, 1, 1))),
+    ),
+    "tf32": (
+        Entry(64, (_F(128, 64, 4, 1, 2), _F(64, 64, 4, 1, 2)),
+              (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 1))),
+        Entry(128, (_F(128, 32, 4, 1, 2), _F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1)),
+              (_F(64, 64, 4, 1, 1), _F(64, 32, 4, 1, 1))),
+        Entry(256, (_F(128, 32, 8, 1, 1), _F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)),
+              (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1))),
+    ),
+}  # fmt: skip
+TENSOR_BACKWARD: dict[str, Table[BackwardTile]] = {
+    "half": (
+        Entry(64, (_B(32, 128, 4, 1, 2, 2, 2), _B(64, 64, 4, 2, 2, 1, 2)),
+              (_B(64, 64, 4, 2, 2, 2, 2), _B(64, 64, 4, 2, 2, 1, 2), _B(32, 32, 4, 2, 2, 1, 2),
+               _B(32, 32, 4, 2, 2, 1, 1))),
+        Entry(128, (_B(64, 128, 8, 2, 2, 2, 1), _B(64, 128, 8, 2, 2, 1, 1),
+                    _B(64, 64, 4, 2, 2, 1, 1)),
+              (_B(64, 128, 8, 2, 2, 2, 1), _B(64, 128, 8, 2, 2, 1, 1), _B(64, 64, 4, 2, 2, 1, 1),
+               _B(32, 32, 4, 2, 2, 1, 1))),
+        Entry(256, (_B(64, 64, 8, 4, 4, 2, 1), _B(64, 64, 8, 4, 4, 1, 1),
+                    _B(32, 32, 4, 2, 2, 1, 1)),
+              (_B(64, 64, 8, 4, 4, 2, 1), _B(64, 64, 8, 4, 4, 1, 1), _B(32, 32, 4, 2, 2, 1, 1))),
+    ),
+    "tf32": (
+        Entry(64, (_B(64, 64, 4, 2, 2, 1, 2), _B(64, 64, 4, 2, 2, 1, 1)),
+              (_B(64, 64, 4, 2, 2, 1, 1), _B(32, 32, 4, 2, 2, 1, 1))),
+        Entry(128, (_B(64, 64, 8, 2, 2, 1, 1), _B(32, 32, 4, 2, 2, 1, 1)),
+              (_B(64, 64, 8, 2, 2, 1, 1), _B(32, 32, 4, 2, 2, 1, 1))),
+        Entry(256, (_B(32, 32, 4, 2, 2, 1, 1),), (_B(32, 32, 4, 2, 2, 1, 1),)),
+    ),
+}  # fmt: skip
+# By attention_backward_query, which is built like the forward kernel.
+TENSOR_QUERY: dict[str, Table[ForwardTile]] = {
+    "half": (
+        Entry(64, (_F(128, 64, 4, 2, 2), _F(64, 64, 4, 1, 2)),
+              (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 1))),
+        Entry(128, (_F(64, 64, 4, 2, 2), _F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1)),
+              (_F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1), _F(64, 32, 4, 1, 1))),
+        Entry(256, (_F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)),
+              (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1))),
+    ),
+    "tf32": (
+        Entry(64, (_F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1)),
+              (_F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1))),
+        Entry(128, (_F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1)),
+              (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1))),
+        Entry(256, (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)), (_F(64, 16, 4, 1, 1),)),
+    ),
+}  # fmt: skip

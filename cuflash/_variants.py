@@ -12,20 +12,22 @@ from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem, describe
 
-# Widths at the upper ends of the tile tables' entries; float16 and bfloat16 use float32's tiles.
+# Widths at the upper ends of the tile tables' entries.
 _WIDTHS = {
-    "float16": (128,),
+    "float16": (64, 128, 256, 512),
     "bfloat16": (128,),
     "float32": (64, 96, 128, 256, 512),
     "float64": (64, 128, 256, 512),
 }
 
 
-def _problem(dtype: str, width: int, *, causal: bool, rich: bool) -> Problem:
+def _problem(
+    dtype: str, width: int, *, causal: bool, rich: bool, precision: str = "ieee"
+) -> Problem:
     element = ELEMENT_TYPES[dtype].numpy
     rows = ((2, 300, 2, width), element)
     scores = (2, 2, 300, 300)
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal, "precision": precision}
     if rich:
         options.update(
             window=(100, None), mask=(scores, np.dtype(bool)), bias=(scores, element),
@@ -55,6 +57,11 @@ def variants(arch: int) -> list[_plan.Plan]:
             if width == 128 and dtype in ("float32", "float64"):  # no band; unaligned rows
                 cases.append((_problem(dtype, width, causal=False, rich=False), vector))
                 cases.append((_problem(dtype, width - 1, causal=True, rich=True), 1))
+            if dtype == "float32" and width in (64, 128, 256):
+                cases += [
+                    (_problem(dtype, width, causal=True, rich=rich, precision="tf32"), vector)
+                    for rich in (False, True)
+                ]
             for problem, access in cases:
                 for plan in _plans(problem, device, access):
                     found.setdefault((plan.kernel, plan.constants), plan)

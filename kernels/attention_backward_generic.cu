@@ -25,21 +25,20 @@ static_assert(2 * (BLOCK_M * SCORE_STRIDE + RING) * sizeof(Compute) == SHARED_BY
               "the plan counts shared memory as the kernel does");
 static_assert(HEAD_SLICE % DQ_WIDTH == 0, "dq is summed in equal parts");
 
-// Adds the thread's part of a [BLOCK_M][DQ_WIDTH] product to rows of dq.
+// Adds the thread's part of a [BLOCK_M][DQ_WIDTH] product to rows of the sums of dq.
 __device__ __forceinline__ void add_dq(const Params& p, const ScoreTile& t, int first,
                                        const Compute (&sum)[ROWS][DQ_WIDTH / THREADS_N]) {
-    Compute* dq = static_cast<Compute*>(p.dq) + t.b * p.dq_strides.batch +
-                  t.m * p.dq_strides.row + t.h * p.dq_strides.head;
+    const int64 row_stride = p.q_heads * HEAD_DIM;
+    Compute* sums = p.sums + (t.b * p.q_len + t.m) * row_stride + t.h * HEAD_DIM;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        int row = thread_row() + r * THREADS_M;
+        int row = score_row(r);
         if (row >= t.rows) continue;
 #pragma unroll
         for (int c = 0; c < DQ_WIDTH / THREADS_N; ++c) {
             int column = first + product_column(c);
             if (column < HEAD_DIM)
-                atomicAdd(dq + row * p.dq_strides.row + channel_offset(column, p.dq_strides.channel),
-                          sum[r][c] * p.scale);
+                atomicAdd(sums + row * row_stride + column, sum[r][c] * p.scale);
         }
     }
 }

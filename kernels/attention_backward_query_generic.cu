@@ -48,11 +48,11 @@ attention_backward_query_generic(const __grid_constant__ Params p) {
         }
 
         const int rows = static_cast<int>(min64(BLOCK_M, p.q_len - m));
-        Element* target = static_cast<Element*>(p.dq) + b * p.dq_strides.batch +
+        Element* target = p.dq + b * p.dq_strides.batch +
                           m * p.dq_strides.row + h * p.dq_strides.head;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            int row = thread_row() + r * THREADS_M;
+            int row = score_row(r);
             if (row >= rows) continue;
 #pragma unroll
             for (int c = 0; c < SLICE / THREADS_N; ++c) {

@@ -9,7 +9,7 @@
 // Constants beside those of scores.cuh and tile.cuh: HEAD_DIM, VALUE_DIM, BLOCK_D (columns of q
 // and k in one chunk), BLOCK_K (rows of v in one chunk), MIN_BLOCKS (per multiprocessor),
 // HAS_SINKS.
-#include "scores.cuh"
+#include "thread_scores.cuh"
 
 constexpr int HEAD_WIDTH = round_up(HEAD_DIM, BLOCK_D);
 constexpr int VALUE_WIDTH = round_up(VALUE_DIM, COLUMN_GROUP);
@@ -48,14 +48,14 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t,
 #pragma unroll
         for (int c = 0; c < OUT_COLUMNS; ++c) state.out[r][c] *= shrink;
 
-        Compute* row = probability + (thread_row() + r * THREADS_M) * SCORE_STRIDE;
+        Compute* row = probability + score_row(r) * SCORE_STRIDE;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             Compute weight = exp_of(s[r][c] - safe);
             state.sum[r] += weight;
             if (HAS_DROPOUT && !(kept >> (r * COLUMNS + c) & 1)) weight *= 0;
             if (CAN_HIDE && s[r][c] == -infinity<Compute>()) weight = hidden_zero();
-            row[thread_column() + c * THREADS_N] = weight;
+            row[score_column(c)] = weight;
         }
     }
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
     Compute* lse = p.lse + (t.b * p.q_heads + t.h) * p.q_len + t.m;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        int row = thread_row() + r * THREADS_M;
+        int row = score_row(r);
         Compute sum = over_row(state.sum[r], [](Compute x, Compute y) { return x + y; });
         Compute largest = state.maximum[r], factor = 1;
         if constexpr (HAS_SINKS) {

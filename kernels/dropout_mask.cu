@@ -11,7 +11,6 @@ dropout_mask(const __grid_constant__ Params p) {
     for (; at < p.batch * p.q_heads * p.q_len * p.kv_len; at += threads) {
         const int64 j = at % p.kv_len, i = at / p.kv_len % p.q_len;
         const int64 head = at / p.kv_len / p.q_len;
-        const Words words = random_words(p.seed, head / p.q_heads, head % p.q_heads, i, j);
-        p.kept[at] = word_of(words, j) >= p.drop_below;
+        p.kept[at] = !is_dropped(p, head / p.q_heads, head % p.q_heads, i, j);
     }
 }

@@ -13,7 +13,7 @@ struct Params {
     const Element* v;
     Element* out;
     const Element* dout;
-    void* dq;                 // Element, or Compute where shares are added
+    Element* dq;
     Element* dk;
     Element* dv;
     const unsigned char* mask;
@@ -26,15 +26,16 @@ struct Params {
     const Compute* alibi_slopes;   // (batch, q_heads)
     const Compute* sinks;     // (q_heads)
     Compute* dsinks;          // (q_heads)
-    const Compute* sums;      // dq in Compute, to be converted
+    Compute* sums;            // (batch, q_len, q_heads, HEAD_DIM): dq, where shares are added
     unsigned char* kept;      // (batch, q_heads, q_len, kv_len)
-    uint64 seed;
+    uint32 round_keys[10][2];      // of the seed (rng.cuh)
 
     int64 batch, q_len, kv_len, q_heads, kv_heads;
     int64 offset;             // query i is aligned with key i + offset (bands)
     int64 left, right;        // visible: -left <= j - (i + offset) <= right
     int64 alibi_offset;       // |i + alibi_offset - j| is the distance of a pair
     int64 bias_batch, bias_heads, bias_queries, bias_keys;   // the bias's own shape
+    int64 section_heads;      // query heads whose tiles are done together (scores.cuh)
     Compute scale, softcap;
     Compute keep_scale, unused;   // keep_scale = 1 / (1 - dropout)
     uint64 drop_below;        // a score is dropped if its random word is below this

@@ -30,3 +30,114 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// --- sm_80 and newer -------------------------------------------------------------------------
+
+// An address in shared memory, as PTX wants it.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts a copy of `bytes` (0 to 16) from global memory; the rest of 16 bytes becomes 0.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(bytes));
+}
+// Ends a group of copies.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;"); }
+// Waits until at most `PENDING` of this thread's groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// d += a b for a 16 x 16, b 16 x 8, of float16 or bfloat16.
+__device__ __forceinline__ void multiply_half(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                              unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_bfloat(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                                unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A float's bits to those of the nearest TF32 number, and d += a b for a 16 x 8, b 8 x 8, of those.
+__device__ __forceinline__ unsigned round_tf32(unsigned x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
+    return rounded;
+}
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                              unsigned b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned load_shared(unsigned from) {
+    unsigned value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_shared(unsigned to, unsigned value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+// Adds four floats to the lane's share of 128 at `to`, each atomically: numbers 4 lane to 4 lane + 3
+// on sm_90, else numbers lane, lane + 32, lane + 64 and lane + 96, in either case side by side for
+// the warp.
+__device__ __forceinline__ int share_index(int lane, int e) {
+#if __CUDA_ARCH__ >= 900
+    return lane * 4 + e;
+#else
+    return lane + e * 32;
+#endif
+}
+__device__ __forceinline__ void add_share(float* to, const float (&x)[4]) {
+    float* first = to + share_index(threadIdx.x % 32, 0);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first), "f"(x[0]),
+                 "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+    asm volatile("red.global.add.f32 [%0], %1;\n\tred.global.add.f32 [%0 + 128], %2;\n\t"
+                 "red.global.add.f32 [%0 + 256], %3;\n\tred.global.add.f32 [%0 + 384], %4;" ::
+                 "l"(first), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#endif
+}
+
+// A barrier, 1 to 15, for `threads` threads of the block: whole warps.
+__device__ __forceinline__ void sync_some(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Nothing; but the compiler keeps the branch that it stands in, instead of computing both ways.
+__device__ __forceinline__ void keep_branch() { asm volatile(""); }
+
+// Two floats to the nearest 16-bit elements in one register, the first in the low half.
+__device__ __forceinline__ unsigned pack_half(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ unsigned pack_bfloat(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}

@@ -4,7 +4,7 @@
 // Constants: BLOCK_D (columns of one chunk of the row products), BLOCK_K (rows of one chunk of
 // the others).
 #pragma once
-#include "scores.cuh"
+#include "thread_scores.cuh"
 
 constexpr int CHUNK_STRIDE = BLOCK_D + PAD;
 constexpr int SCORE_RING = (BLOCK_M + BLOCK_N) * CHUNK_STRIDE;
@@ -80,16 +80,15 @@ __device__ __forceinline__ void gradients(const Params& p, const ScoreTile& t, u
     const uint64 kept = kept_bits(p, t);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        int row = thread_row() + r * THREADS_M;
+        int row = score_row(r);
         int64 at = (t.b * p.q_heads + t.h) * p.q_len + t.m + row;
         Compute lse = row < t.rows ? p.lse[at] : infinity<Compute>();
         Compute delta = row < t.rows ? p.delta[at] : 0;
         if (lse == -infinity<Compute>()) lse = infinity<Compute>();   // the row sees nothing
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            Compute slope, l = logit(p, t, r, c, s[r][c], slope);
-            bool hidden = !(visible >> (r * COLUMNS + c) & 1) ||
-                          (HAS_BIAS && l == -infinity<Compute>());
+            Compute slope, l = score_logit(p, t, r, c, s[r][c], slope);
+            bool hidden = !(visible >> (r * COLUMNS + c) & 1) || (HAS_BIAS && l == -infinity<Compute>());
             Compute weight = exp_of(l - lse);
             weight = weight > 1 ? 1 : weight;   // rounding of a large lse must not grow
             Compute keep = HAS_DROPOUT ? (kept >> (r * COLUMNS + c) & 1 ? p.keep_scale : 0) : 1;
@@ -106,6 +105,5 @@ __device__ __forceinline__ void store_scores(Compute* target, const Compute (&s)
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
-            target[(thread_row() + r * THREADS_M) * SCORE_STRIDE + thread_column() +
-                   c * THREADS_N] = s[r][c];
+            target[score_row(r) * SCORE_STRIDE + score_column(c)] = s[r][c];
 }

@@ -5,13 +5,6 @@
 #pragma once
 #include "params.cuh"
 #include "rng.cuh"
-#include "tile.cuh"
-
-constexpr int ROWS = BLOCK_M / THREADS_M;      // scores of one thread
-constexpr int COLUMNS = BLOCK_N / THREADS_N;
-static_assert(ROWS * COLUMNS <= 64, "visible_bits holds 64 scores");
-constexpr int SCORE_STRIDE = BLOCK_N + 2 * PAD;   // of tiles of scores in shared memory
-static_assert(BLOCK_N % 16 == 0, "random words are shared within 16 keys");
 
 // Whether a pair within the sequences can be hidden (an infinite bias hides too).
 constexpr bool CAN_HIDE = HAS_LEFT || HAS_RIGHT || HAS_MASK || HAS_BIAS;
@@ -36,6 +29,20 @@ __device__ __forceinline__ Range visible_queries(const Params& p, int64 n) {
     int64 end = HAS_LEFT ? min64(p.q_len, last - p.offset + p.left + 1) : p.q_len;
     return {begin / BLOCK_M * BLOCK_M, end};
 }
+
+// The order of blocks over tiles: sections of heads whose keys and values, or queries, fit in the L2
+// cache together; in a section tile after tile, each of all heads. Without causal masks all tiles of
+// a head follow each other, in sections of one head.
+struct Turn {
+    int64 head, tile;
+
+    __device__ __forceinline__ Turn(int64 index, int64 tiles, int64 heads, int64 section) {
+        const int64 first = index / (tiles * section) * section;
+        const int64 together = min64(section, heads - first), rest = index - first * tiles;
+        head = first + rest % together;
+        tile = rest / together;
+    }
+};
 
 // A tile of scores: queries from m, keys from n, of query head h in batch element b.
 struct ScoreTile {
@@ -68,25 +75,14 @@ struct ScoreTile {
     }
 };
 
-// Bit r * COLUMNS + c: the thread's score (r, c) is visible.
-__device__ __forceinline__ uint64 visible_bits(const Params& p, const ScoreTile& t) {
-    if (t.whole()) return ~0ull;
-    const unsigned char* mask = nullptr;
-    if constexpr (HAS_MASK)
-        mask = p.mask + t.b * p.mask_strides.batch + t.h * p.mask_strides.head +
-               t.m * p.mask_strides.query + t.n * p.mask_strides.key;
-    uint64 bits = 0;
-#pragma unroll 1
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll 1
-        for (int c = 0; c < COLUMNS; ++c) {
-            int row = thread_row() + r * THREADS_M, column = thread_column() + c * THREADS_N;
-            bool visible = row < t.rows && t.in_band(row, column);
-            if constexpr (HAS_MASK)
-                visible = visible && mask[row * p.mask_strides.query + column * p.mask_strides.key];
-            bits |= static_cast<uint64>(visible) << (r * COLUMNS + c);
-        }
-    return bits;
+// Whether a pair of the tile is visible.
+__device__ __forceinline__ bool is_visible(const Params& p, const ScoreTile& t, int row,
+                                           int column) {
+    if (row >= t.rows || !t.in_band(row, column)) return false;
+    if constexpr (!HAS_MASK) return true;
+    const ScoreStrides& stride = p.mask_strides;
+    return p.mask[t.b * stride.batch + t.h * stride.head + (t.m + row) * stride.query +
+                  (t.n + column) * stride.key];
 }
 
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
@@ -100,64 +96,31 @@ __device__ __forceinline__ float exp_of(float x) {
     return exp2_approximate(x * 1.44269504088896341f);
 }
 
-// The logit of the thread's score (r, c) from <q, k>. `slope` becomes its derivative by the
-// scaled product.
-__device__ __forceinline__ Compute logit(const Params& p, const ScoreTile& t, int r, int c,
-                                         Compute product, Compute& slope) {
+// The bias of a pair of the tile.
+__device__ __forceinline__ Compute bias_of(const Params& p, const ScoreTile& t, int row, int column) {
+    if constexpr (!HAS_BIAS) return 0;
+    if (row >= t.rows || column >= t.columns) return 0;
+    const ScoreStrides& stride = p.bias_strides;
+    return static_cast<Compute>(to_compute(
+        p.bias[t.b * stride.batch + t.h * stride.head + (t.m + row) * stride.query +
+               (t.n + column) * stride.key]));
+}
+
+// The logit of a pair of the tile, from <q, k>. `slope` becomes its derivative by the scaled
+// product.
+__device__ __forceinline__ Compute logit(const Params& p, const ScoreTile& t, int row, int column,
+                                         Compute product, Compute bias, Compute& slope) {
     slope = 1;
-    int row = thread_row() + r * THREADS_M, column = thread_column() + c * THREADS_N;
     Compute s = product * p.scale;
     if constexpr (HAS_SOFTCAP) {
         Compute bent = tanh_of(s / p.softcap);
         slope = 1 - bent * bent;
         s = p.softcap * bent;
     }
-    if constexpr (HAS_BIAS)
-        if (row < t.rows && column < t.columns) {
-            const ScoreStrides& stride = p.bias_strides;
-            s += static_cast<Compute>(to_compute(
-                p.bias[t.b * stride.batch + t.h * stride.head + (t.m + row) * stride.query +
-                       (t.n + column) * stride.key]));
-        }
+    if constexpr (HAS_BIAS) s += bias;
     if constexpr (HAS_ALIBI) {
         Compute away = t.distance + static_cast<Compute>(row - column);
         s -= t.slope * (away < 0 ? -away : away);
     }
     return s;
-}
-
-// Turns the thread's products into logits, -inf where hidden.
-__device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, uint64 visible,
-                                          Compute (&s)[ROWS][COLUMNS]) {
-    Compute slope;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) s[r][c] = logit(p, t, r, c, s[r][c], slope);
-    if (t.whole()) return;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            if (!(visible >> (r * COLUMNS + c) & 1)) s[r][c] = -infinity<Compute>();
-}
-
-// Bit r * COLUMNS + c: dropout keeps the thread's score (r, c).
-__device__ __forceinline__ uint64 kept_bits(const Params& p, const ScoreTile& t) {
-    if constexpr (!HAS_DROPOUT) return ~0ull;
-    constexpr int SHARING = THREADS_N == 8 ? 2 : 1;   // keys 8 apart share their random words
-    uint64 bits = 0;
-#pragma unroll 1
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll 1
-        for (int c = 0; c < COLUMNS; c += SHARING) {
-            int64 i = t.m + thread_row() + r * THREADS_M;
-            int64 j = t.n + thread_column() + c * THREADS_N;
-            Words words = random_words(p.seed, t.b, t.h, i, j);
-            for (int next = 0; next < SHARING; ++next) {
-                uint64 keep = word_of(words, j + 8 * next) >= p.drop_below;
-                bits |= keep << (r * COLUMNS + c + next);
-            }
-        }
-    return bits;
 }

@@ -3,7 +3,7 @@
 // THREADS_N lanes of one warp. Operands pass through registers into shared memory as Compute, in
 // chunks.
 //
-// Constants: THREADS_M, THREADS_N, VECTOR (elements per global access).
+// Constants: BLOCK_M, BLOCK_N, THREADS_M, THREADS_N, VECTOR (elements per global access).
 #pragma once
 #include "types.cuh"
 
@@ -22,6 +22,12 @@ __device__ __forceinline__ int thread_row() {
 __device__ __forceinline__ int thread_column() {
     return threadIdx.x % 2 + threadIdx.x % 32 / (2 * WARP_ROWS) * 2;
 }
+// The thread's scores: rows r and columns c of a tile.
+constexpr int ROWS = BLOCK_M / THREADS_M, COLUMNS = BLOCK_N / THREADS_N;
+constexpr int SCORE_STRIDE = BLOCK_N + 2 * PAD;            // of tiles of scores in shared memory
+__device__ __forceinline__ int score_row(int r) { return thread_row() + r * THREADS_M; }
+__device__ __forceinline__ int score_column(int c) { return thread_column() + c * THREADS_N; }
+
 // Over the threads of a row: lanes that differ in bit 0 and in those above the row's bits.
 template <typename Combine>
 __device__ __forceinline__ Compute over_row(Compute x, Combine combine) {

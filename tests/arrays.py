@@ -1,5 +1,7 @@
 """Arrays for the tests: the same inputs in NumPy or CuPy, and results back in NumPy."""
 
+import ctypes
+
 import ml_dtypes
 import numpy as np
 
@@ -30,6 +32,18 @@ def put(xp, value, dtype=None):
         array = np.asarray(value)
         return xp.asarray(array if dtype is None else array.astype(dtype))
     return value
+
+
+def bytes_under(array):
+    """Return the bytes that a NumPy array lies on, from a multiple of 16 on, and its place there.
+
+    With these another library can make an array of the same strides and the same alignment.
+    """
+    reach = [stride * (length - 1) for stride, length in zip(array.strides, array.shape)]
+    place = array.ctypes.data
+    start = (place + sum(step for step in reach if step < 0)) // 16 * 16
+    stop = place + sum(step for step in reach if step > 0) + array.itemsize
+    return np.frombuffer(ctypes.string_at(start, stop - start), np.uint8), place - start
 
 
 def normal(shape, dtype=np.float32, seed=0):

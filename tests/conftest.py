@@ -1,9 +1,12 @@
 """Where the tests run: NumPy always, CuPy when there is a CUDA device that works."""
 
 import functools
+from types import SimpleNamespace
 
+import emulated
 import numpy
 import pytest
+from arrays import bytes_under
 
 gpu = pytest.mark.gpu
 
@@ -52,3 +55,33 @@ def xp(request):
 def cupy():
     """The module cupy, for tests that are marked gpu."""
     return pytest.importorskip("cupy")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the emulator keeps its kernels."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(params=["emulated", pytest.param("cupy", marks=gpu)])
+def machine(request, monkeypatch):
+    """A GPU or its emulator: `put` takes NumPy arrays there as they lie, other values it returns."""
+    if request.param == "emulated":
+        if emulated.COMPILER is None:
+            pytest.skip("needs g++")
+        emulated.install(monkeypatch, request.getfixturevalue("folder"))
+        place, lengths = emulated.put_as_it_lies, (37, 144)
+    else:
+        place, lengths = functools.partial(on_gpu, pytest.importorskip("cupy")), (330, 464)
+
+    def put(value):
+        return place(value) if isinstance(value, numpy.ndarray) else value
+
+    return SimpleNamespace(put=put, emulated=request.param == "emulated", lengths=lengths)
+
+
+def on_gpu(cupy, array):
+    """Return a NumPy array on the GPU, with its strides and its alignment."""
+    octets, first = bytes_under(array)
+    memory = cupy.asarray(octets).data + first
+    return cupy.ndarray(array.shape, array.dtype, memory, array.strides)

@@ -11,12 +11,14 @@ import mmap
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from arrays import bytes_under
 
-from cuflash import _compile, _execute, _interop, _launch, _source
+from cuflash import _compile, _execute, _interop, _launch, _plan, _source
 from cuflash._device import Device
 
 HERE = Path(__file__).parent / "emulator"
@@ -57,13 +59,18 @@ def library(plan, folder):
     if not path.exists():
         source = path.with_suffix(".cpp")
         source.write_text(text)
-        options = ["-std=gnu++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=fast"]
-        if os.uname().machine == "x86_64":
-            options.append("-mfma")
-        command = [COMPILER, *options, f"-I{HERE}", str(source), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        _compiled(source, path, "-shared", f"-I{folder}")
     return ctypes.CDLL(str(path))
+
+
+def _compiled(source, target, *more):
+    options = ["-std=gnu++17", "-O1", "-w", "-fPIC", "-ffp-contract=fast"]
+    options.append("-U_FORTIFY_SOURCE")  # it takes the jumps between fibers for attacks
+    if os.uname().machine == "x86_64":
+        options.append("-mfma")
+    command = [COMPILER, *options, *more, f"-I{HERE}", str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 def fenced(array, before=False):
@@ -103,6 +110,9 @@ class Array:
     def fill(self, value):
         self.inner.fill(value)
 
+    def get(self):
+        return self.inner
+
     def __setitem__(self, index, value):
         self.inner[index] = value.inner if isinstance(value, Array) else value
 
@@ -113,6 +123,12 @@ class Array:
 def put(array, before=False):
     """A NumPy array on the emulated GPU."""
     return Array(fenced(np.asarray(array), before))
+
+
+def put_as_it_lies(array):
+    """A NumPy array on the emulated GPU, with its strides and its alignment."""
+    octets, first = bytes_under(array)
+    return Array(np.ndarray(array.shape, array.dtype, fenced(octets), first, array.strides))
 
 
 def _cupy():
@@ -132,13 +148,26 @@ def install(monkeypatch, folder, arch=90, descending=False):
     """Make cuflash use the emulated GPU for arrays of type `Array`.
 
     Threads run one after another, in ascending or descending order, from one barrier to the next:
-    where the order shows in a result, a barrier is missing.
+    where the order shows in a result, a barrier is missing. Returns a list to which each launch adds
+    the name of its kernel.
     """
+    launched, planned = [], _plan.backward
+    header = Path(folder) / "cuda.h.gch"  # parsed once
+    if not header.exists():
+        _compiled(HERE / "cuda.h", header)
+
+    def backward(*arguments):
+        """The plans, whose kernels are compiled side by side."""
+        plans = planned(*arguments)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda plan: library(plan, folder), plans))
+        return plans
 
     def kernel(plan, device_index, arch):
         built = library(plan, folder)
 
         def launch(grid, threads, arguments, shared_mem):
+            launched.append(plan.kernel)
             (parameters,) = arguments
             assert built.params_size() == parameters.nbytes
             address = ctypes.c_void_p(parameters.ctypes.data)
@@ -151,5 +180,7 @@ def install(monkeypatch, folder, arch=90, descending=False):
     for place in (_interop, _launch):
         monkeypatch.setattr(place, "cupy_module", lambda: module)
     monkeypatch.setattr(_compile, "kernel", kernel)
+    monkeypatch.setattr(_plan, "backward", backward)
     for place in (_launch, _execute):
         monkeypatch.setattr(place, "device", lambda index: Device.of_arch(arch))
+    return launched

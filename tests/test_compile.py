@@ -8,7 +8,7 @@ cupy = pytest.importorskip("cupy")
 
 from cuflash import _compile, _plan, _precompile, _source, _variants  # noqa: E402
 from cuflash._device import Device  # noqa: E402
-from cuflash._tiles import SPILL_ALLOWANCE  # noqa: E402
+from cuflash._tiles import spill_allowance  # noqa: E402
 
 try:
     ARCHS = _precompile.default_archs()
@@ -39,8 +39,9 @@ def test_variants_cover_tables_and_kernels():
 
 def test_a_spill_is_a_fault():
     plan = _variants.variants(90)[0]
-    fine = _compile.Build(b"", registers=100, spill_bytes=SPILL_ALLOWANCE)
-    bad = _compile.Build(b"", registers=255, spill_bytes=SPILL_ALLOWANCE + 4)
+    allowed = spill_allowance(plan.kernel)
+    fine = _compile.Build(b"", registers=100, spill_bytes=allowed)
+    bad = _compile.Build(b"", registers=255, spill_bytes=allowed + 4)
     told = _compile.Build(b"", complaints=("info: (C7510) serialized",))
     assert not _precompile.Report(90, plan, 1.0, fine).faults
     assert "spills" in _precompile.Report(90, plan, 1.0, bad).faults[0]

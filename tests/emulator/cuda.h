@@ -1,11 +1,13 @@
 // Just enough of CUDA to run a kernel of kernels/ on a CPU, one block after another: each thread is
 // a fiber, and fibers switch where threads wait for each other.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -13,11 +15,14 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(n) alignas(n)
 
+using std::max;
+using std::min;
 using std::signbit;
 
 struct Index { unsigned x; };
@@ -27,17 +32,30 @@ static unsigned char* emulated_shared;
 namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool done; };
+struct Fiber { ucontext_t start; jmp_buf place; std::unique_ptr<char[]> stack; bool begun, done; };
 
 constexpr size_t STACK = 256 << 10;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
-static Barrier block;
+static Barrier block, named[16];
 static unsigned polls;                 // calls of __syncthreads_or so far
 static int any[2];                     // their results, by the parity of the call
 static uint64_t slots[1024];           // shuffles
 static void (*entry)();
+
+// Contexts only start fibers: jumps between them ask nothing of the operating system.
+__attribute__((noinline)) static void resume(unsigned thread) {
+    Fiber& fiber = fibers[thread];
+    threadIdx.x = thread;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.start);
+}
+__attribute__((noinline)) static void pause() {
+    if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1);
+}
 
 static void wait(Barrier& barrier, unsigned count) {
     unsigned round = barrier.round;
@@ -45,10 +63,7 @@ static void wait(Barrier& barrier, unsigned count) {
         barrier.arrived = 0;
         ++barrier.round;
     }
-    while (barrier.round == round) {
-        unsigned me = threadIdx.x;
-        swapcontext(&fibers[me].context, &scheduler);
-    }
+    while (barrier.round == round) pause();
 }
 
 static void wait_warp() {
@@ -59,6 +74,7 @@ static void wait_warp() {
 static void body() {
     entry();
     fibers[threadIdx.x].done = true;
+    _longjmp(scheduler, 1);
 }
 
 // Runs the threads of one block, in ascending or descending order between barriers; false if they
@@ -67,30 +83,31 @@ static bool run_block(unsigned threads, bool descending) {
     fibers.resize(threads);
     warps.assign((threads + 31) / 32, {});
     block = {};
+    for (Barrier& barrier : named) barrier = {};
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
-        fiber.done = false;
+        fiber.begun = fiber.done = false;
         if (!fiber.stack) fiber.stack.reset(new char[STACK]);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, body, 0);
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.get();
+        fiber.start.uc_stack.ss_size = STACK;
+        makecontext(&fiber.start, body, 0);
     }
     for (unsigned idle = 0; idle < 3;) {
         bool running = false;
         unsigned before = block.round, progress = 0;
         for (const Barrier& warp : warps) before += warp.round;
+        for (const Barrier& barrier : named) before += barrier.round;
         for (unsigned turn = 0; turn < threads; ++turn) {
             unsigned t = descending ? threads - 1 - turn : turn;
             if (fibers[t].done) continue;
             running = true;
-            threadIdx.x = t;
-            swapcontext(&scheduler, &fibers[t].context);
+            resume(t);
             progress += fibers[t].done;
         }
         if (!running) return true;
         for (const Barrier& warp : warps) progress += warp.round;
+        for (const Barrier& barrier : named) progress += barrier.round;
         idle = progress + block.round == before ? idle + 1 : 0;
     }
     return false;
@@ -128,6 +145,15 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
 }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) { return emulated_shuffle(value, lane); }
+
+inline unsigned __ballot_sync(unsigned, int predicate) {
+    unsigned bits = predicate ? 1u << threadIdx.x % 32 : 0;
+    for (int lanes = 1; lanes < 32; lanes *= 2) bits |= __shfl_xor_sync(~0u, bits, lanes);
+    return bits;
+}
+inline bool __any_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate); }
+inline bool __all_sync(unsigned lanes, int predicate) { return !__any_sync(lanes, !predicate); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 template <typename T>
 T atomicAdd(T* to, T value) { T old = *to; *to += value; return old; }

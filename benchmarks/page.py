@@ -1,0 +1,50 @@
+"""What README.md shows of a suite: tables, what they come to, and where they come from."""
+
+from __future__ import annotations
+
+import summaries
+from record import Record
+from suites import Suite
+from tables import ordered, short, table
+
+MOST_PLACES = 4  # named in a remark; more are counted
+
+
+def suite_text(records: list[Record], suite: Suite) -> str:
+    """Write all tables of a suite, with their summaries and where they come from."""
+    parts = [table(records, quantity) for quantity in suite.shown]
+    parts += [summaries.ALL[name](records, suite.shown[0]) for name in suite.summaries]
+    parts += [*_origin(records), *_remarks(records)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _origin(records: list[Record]) -> list[str]:
+    """Name the hardware, the versions, the commits, the dates and the largest errors."""
+    errors = []
+    for provider in ordered(r["provider"] for r in records):
+        for dtype in ordered(r["dtype"] for r in records):
+            found = [r["max_error"] for r in records
+                     if (r["provider"], r["dtype"]) == (provider, dtype) and r["max_error"]]
+            if found:
+                errors.append(f"{provider} {max(found):.2g} ({dtype})")
+    measured = [r for r in records if r["device_ms"] or r["peak_bytes"] or r["moved_bytes"]]
+    joined = [", ".join(ordered(r[key] for r in measured))
+              for key in ("gpu", "provider_version", "commit", "date")]
+    text = "{}; {}; commit {}; {}.".format(*joined)
+    if errors:
+        text += " Largest error of the sampled rows: " + ", ".join(errors) + "."
+    return [text]
+
+
+def _remarks(records: list[Record]) -> list[str]:
+    """List the notes, each once for a provider, with the workloads where it holds."""
+    notes: dict[str, list[str]] = {}
+    for r in records:
+        if r["note"]:
+            place = f"{r['workload']} {short(r['direction'])}"
+            notes.setdefault(f"{r['provider']}: {r['note']}", []).append(place)
+    lines = []
+    for note, places in notes.items():
+        few = ", ".join(ordered(places)) if len(places) <= MOST_PLACES else f"{len(places)} cases"
+        lines.append(f"* {note} ({few})")
+    return ["\n".join(lines)] if lines else []

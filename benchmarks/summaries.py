@@ -1,0 +1,167 @@
+"""What the numbers of a suite come to: said below its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import geometric_mean
+
+from record import Record, workload_of
+from suites import Quantity
+from tables import (
+    LABELS,
+    SUBJECT,
+    by_workload,
+    cell,
+    contests_of,
+    labels_of,
+    markdown,
+    number,
+    ordered,
+    ratio,
+    short,
+    value,
+)
+from workloads import Workload, length_label, options_label
+
+# How many times the time without the option it may take; a window, the time of its tiles.
+GOALS = {"dropout": 1.25, "bias": 1.5}
+
+Rows = dict[tuple[str, str], Record]  # of one workload, by provider and direction
+
+
+def means(records: list[Record], quantity: Quantity) -> str:
+    """Write the geometric mean of the ratios to each peer, and the smallest of them."""
+    head = ["ratio", "direction", "geometric mean", "smallest", "where", "cells"]
+    lines = []
+    for contest in contests_of(records):
+        for direction in ordered(r["direction"] for r in records):
+            found = {key: ratio(rows, contest, direction, quantity)
+                     for key, rows in _rows(records).items()}
+            cells = {key: one for key, one in found.items() if one is not None}
+            if cells:
+                where, smallest = min(cells.items(), key=lambda item: item[1])
+                mean = geometric_mean(cells.values())
+                lines.append([" : ".join(contest), short(direction), number(mean),
+                              number(smallest), where[0], str(len(cells))])
+    return f"Ratios over all lines:\n\n{markdown(head, lines)}" if lines else ""
+
+
+def lead(records: list[Record], quantity: Quantity) -> str:
+    """Write the length from which on cuflash is ahead of each peer at every length measured."""
+    contests = contests_of(records)
+    directions = ordered(r["direction"] for r in records)
+    labels = [label for label in labels_of(records) if label not in ("length", "options")]
+    groups: dict[tuple[str, ...], list[Rows]] = {}
+    for rows in _rows(records).values():
+        first = next(iter(rows.values()))
+        groups.setdefault(tuple(LABELS[label](first) for label in labels), []).append(rows)
+    lines = []
+    for name, group in groups.items():
+        cells = [
+            " / ".join(_first_ahead(group, contest, d, quantity) for d in directions)
+            for contest in contests
+        ]
+        lines.append([*name, *cells])
+    head = [*labels, *(" : ".join(contest) for contest in contests)]
+    title = f"Length from which on {SUBJECT} is ahead, {short(*directions)}"
+    return f"{title}:\n\n{markdown(head, lines)}"
+
+
+def _first_ahead(
+    group: list[Rows], contest: tuple[str, str], direction: str, quantity: Quantity
+) -> str:
+    """Name the shortest length of those that end the group and are all won."""
+    shortest = "none"
+    for rows in reversed(group):  # sorted by length
+        one = ratio(rows, contest, direction, quantity)
+        if one is None:
+            continue
+        if one <= 1:
+            break
+        shortest = length_label(next(iter(rows.values()))["kv_len"])
+    return shortest
+
+
+def per_token(records: list[Record], quantity: Quantity) -> str:
+    """Write cuflash's bytes per token, which are the same at every length if memory is linear."""
+    parts = []
+    for dtype in ordered(r["dtype"] for r in records):
+        for direction in ordered(r["direction"] for r in records):
+            found = {
+                r["q_len"]: r[quantity.key] / (r["batch"] * r["q_len"]) for r in records
+                if (r["provider"], r["dtype"], r["direction"]) == (SUBJECT, dtype, direction)
+                and r[quantity.key] is not None
+            }
+            if found:
+                span = f"{length_label(min(found))} to {length_label(max(found))}"
+                amounts = ordered(f"{f(found.values()):,.0f}" for f in (min, max))
+                parts.append(f"{dtype} {short(direction)} {' to '.join(amounts)} "
+                             f"({span})")
+    return f"Bytes per token of {SUBJECT}: {'; '.join(parts)}." if parts else ""
+
+
+def costs(records: list[Record], quantity: Quantity) -> str:
+    """Write what each option costs: the time with it over the time without it."""
+    providers = ordered(r["provider"] for r in records)
+    directions = ordered(r["direction"] for r in records)
+    labels = labels_of(records)
+    groups = _rows(records).values()
+    by_sizes = {_bare(rows): rows for rows in groups if not _has_options(rows)}
+    lines = []
+    for rows in groups:
+        base = by_sizes.get(_bare(rows))
+        if base is None or not _has_options(rows):
+            continue
+        first = next(iter(rows.values()))
+        cells = [cell([_share(rows, base, p, d, quantity) for d in directions]) for p in providers]
+        goals = cell([_goal(rows, base, d) for d in directions])
+        lines.append([*(LABELS[label](first) for label in labels), *cells, goals])
+    head = [*labels, *providers, "at most"]
+    title = f"Time with the option over time without it, {short(*directions)}"
+    return f"{title}:\n\n{markdown(head, lines)}"
+
+
+def _rows(records: list[Record]) -> dict[tuple[str, str], Rows]:
+    return {key: {(r["provider"], r["direction"]): r for r in rows}
+            for key, rows in by_workload(records).items()}
+
+
+def _workload(rows: Rows) -> Workload:
+    return workload_of(next(iter(rows.values())))
+
+
+def _has_options(rows: Rows) -> bool:
+    workload = _workload(rows)
+    return bool(options_label(workload.dropout, workload.bias, workload.window))
+
+
+def _bare(rows: Rows) -> Workload:
+    """Take the options and the name away: what is left tells which workloads to compare."""
+    return replace(_workload(rows), name="", dropout=0.0, bias=False, window=None)
+
+
+def _share(
+    rows: Rows, base: Rows, provider: str, direction: str, quantity: Quantity
+) -> float | None:
+    with_it, without = (value(part.get((provider, direction)), quantity) for part in (rows, base))
+    return with_it / without if with_it and without else None
+
+
+def _goal(rows: Rows, base: Rows, direction: str) -> float | None:
+    """Find what an option may cost; a window, by the tiles of cuflash's kernel."""
+    workload = _workload(rows)
+    if not workload.window:
+        return GOALS["dropout" if workload.dropout else "bias"]
+    counts = []
+    for part in (rows, base):
+        tile = part.get((SUBJECT, direction), {}).get("tile")
+        if tile is None:
+            return None
+        counts.append(_workload(part).visible_tiles(*tile))
+    return counts[0] / counts[1]
+
+
+ALL: dict[str, Callable[[list[Record], Quantity], str]] = {
+    "means": means, "lead": lead, "per_token": per_token, "costs": costs,
+}

@@ -1,0 +1,185 @@
+"""PyTorch's own attention, and the plain sequence of its operations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import machine
+import numpy as np
+import plain
+from inputs import Inputs
+from provider import Case, Provider, Skipped
+from workloads import ITEM_BYTES, Workload
+
+HALVES = ("float16", "bfloat16")
+WITH_BIAS = ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION", None)  # backends that take one
+MATRICES = 5  # of the size of the scores, that plain autograd holds at once
+
+
+class TorchProvider(Provider):
+    """A function of PyTorch's tensors q, k and v, and its gradients by autograd."""
+
+    torch_memory = True
+
+    @abstractmethod
+    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
+        """Make the function that computes out. Raises `Skipped` for what it can't do."""
+
+    def kernel(self) -> str:
+        """Name what runs."""
+        return self.name
+
+    def missing(self) -> str | None:
+        return torch_missing()
+
+    def version(self, device: str) -> str:
+        import torch
+
+        return f"torch {torch.__version__}"
+
+    def load(self, inputs: Inputs) -> Any:
+        arrays = (inputs.q, inputs.k, inputs.v, inputs.dout)
+        return tuple(to_torch(x, inputs).transpose(1, 2).contiguous() for x in arrays)
+
+    def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
+        import torch
+
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        attend, kernel = self.function(inputs), self.kernel()
+        q, k, v, dout = loaded
+        if direction in ("call", "forward"):
+            return Case(lambda: attend(q, k, v), lambda out: out, True, kernel)
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        if direction == "both":
+            return Case(lambda: torch.autograd.grad(attend(*leaves), leaves, dout),
+                        lambda grads: grads[0], True, kernel)
+        out = attend(*leaves)
+        return Case(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+                    lambda grads: grads[0], True, kernel)
+
+
+class TorchSdpa(TorchProvider):
+    """PyTorch's scaled_dot_product_attention with one of its backends, or with its own choice."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: str | None,
+        devices: tuple[str, ...] = ("cuda",),
+        dtypes: tuple[str, ...] = Provider.dtypes,
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.devices = devices
+        self.dtypes = dtypes
+
+    def active(self) -> AbstractContextManager[Any]:
+        if self.backend is None:
+            return nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def kernel(self) -> str:
+        return self.backend or "PyTorch's choice"
+
+    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
+        import torch
+
+        w = inputs.workload
+        reason = self._obstacle(w)
+        if reason:
+            raise Skipped(reason)
+        options: dict[str, Any] = {
+            "is_causal": w.causal, "enable_gqa": w.q_heads != w.kv_heads, "dropout_p": w.dropout,
+        }
+        if w.bias:  # PyTorch takes no causal mask beside one: it is a part of the bias
+            bias, hidden = to_torch(inputs.bias, inputs), hidden_scores(inputs)
+            options["is_causal"] = False
+            options["attn_mask"] = (
+                bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
+            )
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda q, k, v: attend(q, k, v, **options)
+
+    def _obstacle(self, w: Workload) -> str | None:
+        if w.dtype not in self.dtypes:
+            return f"{self.name} takes no {w.dtype}"
+        if w.window:
+            return "PyTorch has no window"
+        if w.bias and self.backend not in WITH_BIAS:
+            return f"{self.name} takes no bias"
+        if w.causal and w.q_len != w.kv_len:
+            return "PyTorch aligns the causal mask top-left"
+        if self.name == "efficient" and w.q_heads != w.kv_heads:
+            return "efficient takes no grouped heads"
+        return None
+
+
+class PlainTorch(TorchProvider):
+    """Matmul, scale, bias, mask, softmax, dropout, matmul, as GPT-2's implementations write it."""
+
+    name = "plain-torch"
+
+    def kernel(self) -> str:
+        return "torch.matmul"
+
+    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
+        import torch
+
+        w = inputs.workload
+        need = MATRICES * w.score_size * ITEM_BYTES[w.dtype]
+        if need > machine.free_bytes(inputs.device):
+            raise Skipped(f"its matrices need {need / 1e9:.0f} GB")
+        bias = to_torch(inputs.bias, inputs) if w.bias else None
+        hidden = hidden_scores(inputs)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            if w.q_heads != w.kv_heads:
+                k, v = (x.repeat_interleave(w.q_heads // w.kv_heads, dim=1) for x in (k, v))
+            scores = q @ k.transpose(-2, -1) * w.head_dim**-0.5
+            if bias is not None:
+                scores = scores + bias
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            p = torch.softmax(scores, dim=-1)
+            if w.dropout:
+                p = torch.nn.functional.dropout(p, w.dropout)
+            return p @ v
+
+        return attend
+
+
+def hidden_scores(inputs: Inputs) -> Any:
+    """Make the (q_len, kv_len) tensor that is True where a score is hidden, or None."""
+    if inputs.device == "cuda":
+        import cupy as xp
+    else:
+        xp = np
+    visible = plain.visible(xp, inputs.workload)
+    return None if visible is None else to_torch(~visible, inputs)
+
+
+def torch_missing() -> str | None:
+    """Say why PyTorch is absent, or None."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def to_torch(array: Any, inputs: Inputs) -> Any:
+    """Hand an array to PyTorch without a copy, in its own layout."""
+    import torch
+
+    if inputs.device == "cuda":
+        if not torch.cuda.is_available():
+            raise Skipped("PyTorch sees no GPU")
+        return torch.from_dlpack(array)
+    if array.dtype.name == "bfloat16":  # NumPy's own DLPack has no bfloat16
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

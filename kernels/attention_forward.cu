@@ -1,0 +1,254 @@
+// Exact attention, forward, on tensor cores by mma.sync: float16, bfloat16, and float32 as TF32;
+// sm_80 and newer (FlashAttention-2's design). A block takes BLOCK_M queries of one head; each warp owns 16 *
+// M_TILES of its rows, so softmax needs no other warp. Scores and probabilities stay in registers.
+//
+// Grid: one-dimensional, each block takes tiles blockIdx.x, + gridDim.x, ...; causal tiles with most
+// keys of a section first (scores.cuh). Threads: 32 x WARPS (mma.cuh). Shared memory:
+//   queries [BLOCK_M], then STAGES x (keys [BLOCK_N], values [BLOCK_N], biases [BLOCK_M][BLOCK_N]),
+//   rows in panels; 2 x MaskBits.
+// With two stages the next keys and values arrive during a whole tile; with one, values arrive
+// during q k^T and the next keys during p v.
+//
+// Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, MIN_BLOCKS, STAGES,
+// HAS_SINKS.
+#include "mma_scores.cuh"
+#include "pairs.cuh"
+
+constexpr int HEAD_WIDTH = (HEAD_DIM + 15) / 16 * 16, VALUE_WIDTH = (VALUE_DIM + 15) / 16 * 16;
+using Queries = Panels<BLOCK_M, HEAD_WIDTH>;
+using Keys = Panels<BLOCK_N, HEAD_WIDTH>;
+using Values = Panels<BLOCK_N, VALUE_WIDTH>;
+using Outs = Panels<BLOCK_M, VALUE_WIDTH>;
+constexpr int STAGE = Keys::BYTES + Values::BYTES + BiasTile::BYTES;
+static_assert(Queries::BYTES + STAGES * STAGE + 2 * MaskBits::BYTES == SHARED_BYTES,
+              "the plan counts shared memory as the kernel does");
+static_assert(WARPS_M == WARPS, "a row lives in one warp");
+static_assert(HEAD_DIM % 8 == 0 && VALUE_DIM % 8 == 0, "pieces of 8 columns are whole");
+
+struct State {
+    float reference[ROWS], sum[ROWS];   // sum: the thread's share
+    Sums<M_TILES, VALUE_WIDTH / 8> out;
+};
+
+// Products become scores (mma_scores.cuh), -inf where hidden.
+__device__ __forceinline__ void to_scores(const Params& p, const ScoreTile& t, const MaskBits& mask,
+                                          const BiasTile& biases, ScoreSums& s) {
+    if constexpr (!FOLDS_SCALE) to_logits(p, t, biases, s, [](int, int, float) {});
+    if (t.whole()) return;
+    keep_branch();
+    VisibleBits visible;
+    if constexpr (HAS_MASK) visible.load(mask);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (is_hidden(t, visible, r, c)) at(s, r, c) = -infinity<float>();
+}
+
+// One step of the online softmax: scores become weights. The reference follows the row's maximum
+// only when that has grown by more than SLACK; until then weights are at most 2^SLACK, and the sums
+// need no new scale.
+constexpr float SLACK = 8;
+
+__device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t, ScoreSums& s,
+                                        State& state) {
+    const float factor = factor_of(p);
+    float largest[ROWS];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        largest[r] = at(s, r, 0);
+#pragma unroll
+        for (int c = 1; c < COLUMNS; ++c) largest[r] = fmaxf(largest[r], at(s, r, c));
+        largest[r] = factor * over_row(largest[r], [](float x, float y) { return fmaxf(x, y); });
+        grown |= largest[r] > state.reference[r] + SLACK;
+    }
+    if (__any_sync(~0u, grown)) {
+        keep_branch();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (!(largest[r] > state.reference[r] + SLACK)) largest[r] = state.reference[r];
+            const float shrink = largest[r] == state.reference[r]
+                                     ? 1 : exp2_approximate(state.reference[r] - largest[r]);
+            state.reference[r] = largest[r];
+            state.sum[r] *= shrink;
+#pragma unroll
+            for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= shrink;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const float safe = state.reference[r] == -infinity<float>() ? 0 : state.reference[r];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            float& weight = at(s, r, c);
+            weight = exp2_approximate(fmaf(weight, factor, -safe));
+            state.sum[r] += weight;
+        }
+    }
+    for_dropped(p, t, [&](int r, int c) { at(s, r, c) = 0; });
+}
+
+// Writes the rows of the warp; `shared` is where its queries have been.
+__device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, State& state,
+                                           unsigned char* shared) {
+    Element* out = p.out + t.b * p.out_strides.batch + t.m * p.out_strides.row +
+                   t.h * p.out_strides.head;
+    float* lse = p.lse + (t.b * p.q_heads + t.h) * p.q_len + t.m;
+    float row_lse[ROWS], factors[ROWS];
+    bool special[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const int row = score_row(r);
+        float sum = over_row(state.sum[r], [](float x, float y) { return x + y; });
+        float top = state.reference[r], factor = 1;
+        if constexpr (HAS_SINKS) {
+            const float sink = p.sinks[t.h] * LOG2_E;
+            top = fmaxf(top, sink);
+            const float safe = top == -infinity<float>() ? 0 : top;
+            factor = exp2_approximate(state.reference[r] - safe);
+            sum = sum * factor + exp2_approximate(sink - safe);
+        }
+        factors[r] = sum == 0 ? 0 : factor / sum;
+        if constexpr (HAS_DROPOUT) factors[r] *= p.keep_scale;
+        row_lse[r] = sum == 0 ? -infinity<float>() : top / LOG2_E + log_of(sum);
+        special[r] = row < t.rows && row_is_special(state.out, r);
+        if (p.lse != nullptr && row < t.rows && lane_index() % 4 == 0) lse[row] = row_lse[r];
+    }
+    if constexpr (Outs::BYTES <= Queries::BYTES) {
+        const Outs outs{shared_address(shared)};   // the warp's rows are where its queries were
+        __syncwarp();
+        store_sums(outs, warp_row(), 0, state.out, [&](int r) { return factors[r]; });
+        __syncwarp();
+        copy_rows<VALUE_DIM>(outs, shared, out, p.out_strides.row, warp_row(),
+                             min(warp_row() + 16 * M_TILES, t.rows), lane_index(), 32);
+        __syncwarp();
+    } else {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < VALUE_WIDTH / 8; ++c) {
+                const int row = score_row(r), column = c * 8 + lane_index() % 4 * 2;
+                Element* to = out + row * p.out_strides.row + column;
+                if (row < t.rows && column < VALUE_DIM)
+                    store_pair(to, at(state.out, r, c * 2) * factors[r],
+                               at(state.out, r, c * 2 + 1) * factors[r]);
+            }
+        __syncwarp();
+    }
+    if constexpr (CAN_HIDE)
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            for (uint32 rows = rows_that(special[r]); rows != 0; rows &= rows - 1) {
+                const int lane = __ffs(rows) - 1;
+                make_output(p, t.b, t.h, t.m + __shfl_sync(~0u, score_row(r), lane),
+                            __shfl_sync(~0u, row_lse[r], lane));
+            }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const Queries queries{shared_address(shared)};
+    auto keys = [&](int stage) { return Keys{queries.base + Queries::BYTES + stage * STAGE}; };
+    auto values = [&](int stage) { return Values{keys(stage).base + Keys::BYTES}; };
+    auto biases = [&](int stage) {
+        constexpr int FIRST = Queries::BYTES + Keys::BYTES + Values::BYTES;
+        const uint32 offset = FIRST + stage * STAGE;
+        return BiasTile{{queries.base + offset}, shared + offset};
+    };
+    auto mask = [&](int stage) {
+        constexpr int FIRST = Queries::BYTES + STAGES * STAGE;
+        return MaskBits{reinterpret_cast<uint32*>(shared + FIRST + stage * MaskBits::BYTES)};
+    };
+
+    const int64 row_tiles = (p.q_len + BLOCK_M - 1) / BLOCK_M, heads = p.batch * p.q_heads;
+    // The long tiles of a last section would end late: of long sequences all heads are one.
+    const int64 section = HAS_RIGHT && row_tiles > 8 ? heads : p.section_heads;
+    for (int64 tile = blockIdx.x; tile < row_tiles * heads; tile += gridDim.x) {
+        const Turn turn(tile, row_tiles, heads, section);
+        const int64 m = (HAS_RIGHT ? row_tiles - 1 - turn.tile : turn.tile) * BLOCK_M;
+        const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
+        const int64 kv_head = h / (p.q_heads / p.kv_heads);
+        const Element* q = p.q + b * p.q_strides.batch + h * p.q_strides.head + m * p.q_strides.row;
+        const Element* k = p.k + b * p.k_strides.batch + kv_head * p.k_strides.head;
+        const Element* v = p.v + b * p.v_strides.batch + kv_head * p.v_strides.head;
+
+        // The first tile of keys from n on in which a score is visible; its mask is written.
+        const Range range = visible_keys(p, m);
+        int mask_stage = 0;
+        auto find_tile = [&](int64 n) {
+            if constexpr (HAS_MASK)
+                for (; n < range.end; n += BLOCK_N) {
+                    const bool any = mask(mask_stage ^ 1).fill(p, ScoreTile(p, b, h, m, n));
+                    if (__syncthreads_or(any)) break;
+                }
+            return n;
+        };
+        auto fetch_keys = [&](int64 n, int stage) {
+            keys(stage).fetch(k + n * p.k_strides.row, p.k_strides.row, p.kv_len - n, HEAD_DIM);
+            if constexpr (HAS_BIAS) biases(stage).fetch(p, ScoreTile(p, b, h, m, n));
+        };
+        auto fetch_values = [&](int64 n, int stage) {
+            values(stage).fetch(v + n * p.v_strides.row, p.v_strides.row, p.kv_len - n, VALUE_DIM);
+        };
+
+        __syncthreads();   // the tile before is done with shared memory
+        queries.fetch(q, p.q_strides.row, p.q_len - m, HEAD_DIM);
+        int64 n = find_tile(range.begin);
+        if (n < range.end) {
+            fetch_keys(n, 0);
+            if constexpr (STAGES == 2) fetch_values(n, 0);
+        }
+        end_copies();
+
+        State state;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            state.reference[r] = -infinity<float>();
+            state.sum[r] = 0;
+#pragma unroll
+            for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) = 0;
+        }
+        for (int stage = 0; n < range.end; stage ^= STAGES - 1) {
+            wait_copies<0>();
+            __syncthreads();   // keys have arrived; all warps are done with the tile before
+            mask_stage ^= 1;
+            int64 next;
+            if constexpr (STAGES == 2) {
+                next = find_tile(n + BLOCK_N);
+                if (next < range.end) {
+                    fetch_keys(next, stage ^ 1);
+                    fetch_values(next, stage ^ 1);
+                }
+            } else {
+                fetch_values(n, 0);
+            }
+            end_copies();
+
+            ScoreSums s = {};
+            multiply_rows<HEAD_WIDTH>(
+                s, [&](uint32 (&to)[4], int t, int step) {
+                    load_left(to, queries, warp_row(), t, step);
+                }, keys(stage), 0);
+            const ScoreTile t(p, b, h, m, n);
+            to_scores(p, t, mask(mask_stage), biases(stage), s);
+            take_in(p, t, s, state);
+
+            if constexpr (STAGES == 1) {
+                next = find_tile(n + BLOCK_N);
+                wait_copies<0>();
+                __syncthreads();   // values have arrived; all warps are done with the keys
+                if (next < range.end) fetch_keys(next, 0);
+                end_copies();
+            }
+            multiply_columns<BLOCK_N>(
+                state.out, [&](uint32 (&to)[4], int t, int step) {
+                    sums_as_left(to, s, t, step);
+                }, values(stage), 0);
+            n = next;
+        }
+        wait_copies<0>();
+        write_rows(p, ScoreTile(p, b, h, m, 0), state, shared);
+    }
+}

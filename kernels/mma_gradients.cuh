@@ -1,0 +1,61 @@
+// The gradients of a tile of scores in the fragments of mma.cuh, recomputed.
+#pragma once
+#include "mma_scores.cuh"
+
+// lse, in units of base 2, and delta of the thread's rows of scores.
+struct RowState {
+    float lse[ROWS], delta[ROWS];
+
+    __device__ __forceinline__ RowState(const Params& p, const ScoreTile& t) {
+        const int64 first = (t.b * p.q_heads + t.h) * p.q_len + t.m;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const bool exists = score_row(r) < t.rows;
+            lse[r] = exists ? p.lse[first + score_row(r)] * LOG2_E : infinity<float>();
+            delta[r] = exists ? p.delta[first + score_row(r)] : 0;
+            if (lse[r] == -infinity<float>()) lse[r] = infinity<float>();   // the row sees nothing
+        }
+    }
+};
+
+// From products s = <q, k> and dp = <dout, v>: s becomes the probabilities that v was weighted
+// with, without 1 / (1 - dropout), and dp the gradients of the products s, without the scale. Both
+// are 0 where hidden.
+__device__ __forceinline__ void to_gradients(const Params& p, const ScoreTile& t, const MaskBits& mask,
+                                             const BiasTile& biases, const RowState& rows,
+                                             ScoreSums& s, ScoreSums& dp) {
+    const float factor = factor_of(p);
+    if constexpr (HAS_SOFTCAP) for_dropped(p, t, [&](int r, int c) { at(dp, r, c) = 0; });
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            at(dp, r, c) = HAS_DROPOUT ? fmaf(at(dp, r, c), p.keep_scale, -rows.delta[r])
+                                       : at(dp, r, c) - rows.delta[r];
+    if constexpr (!FOLDS_SCALE)
+        to_logits(p, t, biases, s, [&](int r, int c, float slope) {
+            if (HAS_SOFTCAP) at(dp, r, c) *= slope;
+            if (HAS_BIAS && at(s, r, c) == -infinity<float>()) at(dp, r, c) = 0;
+        });
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            at(s, r, c) = exp2_approximate(fmaf(at(s, r, c), factor, -rows.lse[r]));
+            at(dp, r, c) *= at(s, r, c);
+        }
+    for_dropped(p, t, [&](int r, int c) {
+        float &probability = at(s, r, c), &gradient = at(dp, r, c);
+        if (!HAS_SOFTCAP) gradient = probability == 0 ? 0 : -rows.delta[r] * probability;
+        probability = 0;
+    });
+    if (t.whole()) return;
+    keep_branch();
+    VisibleBits visible;
+    if constexpr (HAS_MASK) visible.load(mask);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (is_hidden(t, visible, r, c)) at(s, r, c) = at(dp, r, c) = 0;
+}

@@ -1,0 +1,196 @@
+// What happens to a tile of scores in the fragments of mma.cuh: mask and bias, which pass through
+// shared memory, and dropout.
+//
+// Constants beside those of mma.cuh and scores.cuh: POSITIVE_SCALE (p.scale > 0, and not tiny).
+#pragma once
+#include "mma.cuh"
+#include "scores.cuh"
+
+// Exponentials are 2^(factor * score - reference). Where a score is only scaled, it remains the
+// product <q, k> and the scale is part of the factor; else it is the logit.
+constexpr bool FOLDS_SCALE = POSITIVE_SCALE && !HAS_SOFTCAP && !HAS_BIAS && !HAS_ALIBI;
+__device__ __forceinline__ float factor_of(const Params& p) {
+    return FOLDS_SCALE ? p.scale * LOG2_E : LOG2_E;
+}
+
+// Visible pairs of a tile as bits, where there is a mask: for each row its keys' bits, side by side.
+struct MaskBits {
+    static constexpr int WORDS = (BLOCK_N + 31) / 32;   // of a row
+    static constexpr int BYTES = HAS_MASK ? BLOCK_M * WORDS * 4 : 0;
+    uint32* words;
+
+    // Writes the bits of a tile; returns whether a pair that the thread looked at is visible.
+    __device__ __forceinline__ bool fill(const Params& p, const ScoreTile& t) const {
+        const ScoreStrides& stride = p.mask_strides;
+        const unsigned char* mask = p.mask + t.b * stride.batch + t.h * stride.head;
+        const bool chunks = stride.key == 1 && (reinterpret_cast<uint64>(mask) | stride.query) % 16 == 0;
+        bool any = false;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < BLOCK_M * WORDS; at += THREADS) {
+            const int row = at / WORDS, first = at % WORDS * 32;
+            int low = 0, high = t.columns - 1 - first;
+            if (HAS_LEFT) low = max(low, t.lo + row - first);
+            if (HAS_RIGHT) high = min(high, t.hi + row - first);
+            high = min(high, 31);
+            uint32 bits = 0;
+            if (row < t.rows && low <= high) {
+                const unsigned char* source = mask + (t.m + row) * stride.query +
+                                              (t.n + first) * stride.key;
+                if (chunks && first + 32 <= t.columns) {
+#pragma unroll
+                    for (int chunk = 0; chunk < 2; ++chunk) {
+                        const auto bytes =
+                            reinterpret_cast<const Vector<uint32, 4>*>(source)[chunk];
+#pragma unroll
+                        for (int word = 0; word < 4; ++word)
+                            bits |= bits_of(bytes.at[word]) << (chunk * 16 + word * 4);
+                    }
+                    bits &= ~0u << low & ~0u >> (31 - high);
+                } else {
+                    for (int key = low; key <= high; ++key)
+                        bits |= static_cast<uint32>(source[key * stride.key] != 0) << key;
+                }
+            }
+            words[at] = bits;
+            any |= bits != 0;
+        }
+        return any;
+    }
+    // One bit for each of four bytes: whether it is not 0.
+    static __device__ __forceinline__ uint32 bits_of(uint32 bytes) {
+        const uint32 ones = ((((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u) >> 7;
+        return ones * 0x01020408u >> 24 & 15;
+    }
+};
+
+// The thread's bits of a tile.
+struct VisibleBits {
+    unsigned short groups[ROWS][COLUMNS / 4];   // of 16 keys
+
+    __device__ __forceinline__ void load(const MaskBits& mask) {
+        const auto* halves = reinterpret_cast<const unsigned short*>(mask.words);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int group = 0; group < COLUMNS / 4; ++group)
+                groups[r][group] = halves[score_row(r) * MaskBits::WORDS * 2 + warp_column() / 16 +
+                                          group] >> lane_index() % 4 * 2;
+    }
+    __device__ __forceinline__ bool at(int r, int c) const {
+        return groups[r][c / 4] >> (c / 2 % 2 * 8 + c % 2) & 1;
+    }
+};
+
+// A tile of biases in shared memory; 0 beyond the ends.
+struct BiasTile : Panels<BLOCK_M, BLOCK_N, BiasElement> {
+    using Base = Panels<BLOCK_M, BLOCK_N, BiasElement>;
+    static constexpr int BYTES = HAS_BIAS ? Base::BYTES : 0;
+    unsigned char* memory;   // what `base` is the address of
+
+    __device__ __forceinline__ void fetch(const Params& p, const ScoreTile& t) const {
+        const ScoreStrides& stride = p.bias_strides;
+        const BiasElement* bias = p.bias + t.b * stride.batch + t.h * stride.head;
+        const BiasElement* first = bias + t.m * stride.query + t.n * stride.key;
+        const uint64 bits = reinterpret_cast<uint64>(bias) | stride.query * sizeof(BiasElement);
+        if (stride.key == 1 && bits % 16 == 0) {
+            Base::fetch(first, stride.query, t.rows, t.columns);
+            return;
+        }
+#pragma unroll 1
+        for (int at = threadIdx.x; at < BLOCK_M * BLOCK_N; at += THREADS) {
+            const int row = at / BLOCK_N, column = at % BLOCK_N;
+            *place(row, column) = row < t.rows && column < t.columns
+                                      ? first[row * stride.query + column * stride.key]
+                                      : BiasElement{};
+        }
+    }
+    __device__ __forceinline__ BiasElement* place(int row, int column) const {
+        const uint32 to = at(row, column / CHUNK) - base;
+        return reinterpret_cast<BiasElement*>(memory + to) + column % CHUNK;
+    }
+    // The bias of the thread's scores (r, c) and (r, c + 1), c even.
+    __device__ __forceinline__ void load(float (&pair)[2], int r, int c) const {
+        if constexpr (HAS_BIAS) {
+            const auto values = *reinterpret_cast<const Vector<BiasElement, 2>*>(
+                place(score_row(r), score_column(c)));
+            for (int e = 0; e < 2; ++e) pair[e] = static_cast<float>(to_compute(values.at[e]));
+        }
+    }
+};
+
+// Products to logits, in place; `use(r, c, slope)` is told of each one's derivative by the product.
+template <typename Use>
+__device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, const BiasTile& biases,
+                                          ScoreSums& s, Use use) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 2) {
+            float bias[2] = {};
+            biases.load(bias, r, c);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float slope, &score = at(s, r, c + e);
+                score = logit(p, t, score_row(r), score_column(c + e), score, bias[e], slope);
+                use(r, c + e, slope);
+            }
+        }
+}
+
+// Whether the thread's score (r, c) is hidden or missing.
+__device__ __forceinline__ bool is_hidden(const ScoreTile& t, const VisibleBits& visible, int r,
+                                          int c) {
+    if constexpr (HAS_MASK) return !visible.at(r, c);
+    return score_row(r) >= t.rows || !t.in_band(score_row(r), score_column(c));
+}
+
+// Calls `drop(r, c)` for each of the thread's scores that dropout drops.
+template <typename Drop>
+__device__ __forceinline__ void for_dropped(const Params& p, const ScoreTile& t, Drop drop) {
+    if constexpr (!HAS_DROPOUT) return;
+    static_assert(BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0, "pieces of 16 x 16 have the same words");
+    const uint32 group = key_group(t.n + warp_column()) + lane_index() % 4;
+    const uint32 limit = static_cast<uint32>(p.drop_below) & 0xffff0000u;
+    uint32 undecided = 0;   // calls, of whose pairs one has the limit's high bits
+    uint32 call = 1;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c += 4)
+#pragma unroll
+        for (int r = 0; r < ROWS; r += 2, call *= 2) {
+            const Words words = high_words(p, group + c, t.b, t.h, t.m + score_row(r));
+            bool again = false;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const uint32 bits = e % 2 ? words.at[e / 2] : words.at[e / 2] << 16;
+                again |= bits - limit < 0x10000u;
+                if (bits < limit) drop(r + e / 4, c + e % 4);
+            }
+            if (again) undecided |= call;
+        }
+    if (undecided == 0) return;
+    keep_branch();
+    constexpr int CALLS = ROWS * COLUMNS / 8;
+    static_assert(CALLS <= 32, "a word has a bit for each call");
+    uint32 dropped[(CALLS + 3) / 4] = {};   // 8 bits of each call
+#pragma unroll 1
+    for (; undecided != 0; undecided &= undecided - 1) {
+        const int n = __ffs(undecided) - 1, c = n / (ROWS / 2) * 4, r = n % (ROWS / 2) * 2;
+        uint32 bits = 0;
+#pragma unroll 1
+        for (int e = 0; e < 8; ++e) {
+            const int64 i = t.m + score_row(r + e / 4), j = t.n + score_column(c + e % 4);
+            const Words words = high_words(p, key_group(j), t.b, t.h, i);
+            if (high_bits(words, i, j) == limit >> 16 && is_dropped_by_low_bits(p, t.b, t.h, i, j))
+                bits |= 1u << e;
+        }
+#pragma unroll
+        for (int word = 0; word < (CALLS + 3) / 4; ++word)
+            if (n / 4 == word) dropped[word] |= bits << n % 4 * 8;
+    }
+#pragma unroll
+    for (int n = 0; n < CALLS; ++n)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (dropped[n / 4] >> (n % 4 * 8 + e) & 1)
+                drop(n % (ROWS / 2) * 2 + e / 4, n / (ROWS / 2) * 4 + e % 4);
+}
