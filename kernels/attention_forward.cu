@@ -36,13 +36,12 @@ __device__ __forceinline__ void to_scores(const Params& p, const ScoreTile& t, c
     if constexpr (!FOLDS_SCALE) to_logits(p, t, biases, s, [](int, int, float) {});
     if (t.whole()) return;
     keep_branch();
-    VisibleBits visible;
-    if constexpr (HAS_MASK) visible.load(mask);
+    const Visible visible(t, mask);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
-            if (is_hidden(t, visible, r, c)) at(s, r, c) = -infinity<float>();
+            if (!visible.at(r, c)) at(s, r, c) = -infinity<float>();
 }
 
 // One step of the online softmax: scores become weights. The reference follows the row's maximum

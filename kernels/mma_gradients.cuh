@@ -51,11 +51,10 @@ __device__ __forceinline__ void to_gradients(const Params& p, const ScoreTile& t
     });
     if (t.whole()) return;
     keep_branch();
-    VisibleBits visible;
-    if constexpr (HAS_MASK) visible.load(mask);
+    const Visible visible(t, mask);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
-            if (is_hidden(t, visible, r, c)) at(s, r, c) = at(dp, r, c) = 0;
+            if (!visible.at(r, c)) at(s, r, c) = at(dp, r, c) = 0;
 }

@@ -63,21 +63,34 @@ struct MaskBits {
     }
 };
 
-// The thread's bits of a tile.
-struct VisibleBits {
-    unsigned short groups[ROWS][COLUMNS / 4];   // of 16 keys
+// Which of the thread's scores are visible: by the bits of a mask, which hold the band as well, or by
+// the first and the last visible column of each row, counted from the thread's first.
+struct Visible {
+    unsigned short groups[HAS_MASK ? ROWS : 1][HAS_MASK ? COLUMNS / 4 : 1];   // of 16 keys
+    int low[ROWS], high[ROWS];
 
-    __device__ __forceinline__ void load(const MaskBits& mask) {
+    __device__ __forceinline__ Visible(const ScoreTile& t, const MaskBits& mask) {
         const auto* halves = reinterpret_cast<const unsigned short*>(mask.words);
+        const int first = warp_column() + lane_index() % 4 * 2;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = score_row(r);
+            if constexpr (HAS_MASK) {
 #pragma unroll
-            for (int group = 0; group < COLUMNS / 4; ++group)
-                groups[r][group] = halves[score_row(r) * MaskBits::WORDS * 2 + warp_column() / 16 +
-                                          group] >> lane_index() % 4 * 2;
+                for (int group = 0; group < COLUMNS / 4; ++group)
+                    groups[r][group] = halves[row * MaskBits::WORDS * 2 + warp_column() / 16 +
+                                              group] >> lane_index() % 4 * 2;
+            } else {
+                low[r] = t.lo + row - first;
+                high[r] = min(t.columns - 1, HAS_RIGHT ? t.hi + row : BLOCK_N) - first;
+                if (row >= t.rows) high[r] = -1;
+            }
+        }
     }
     __device__ __forceinline__ bool at(int r, int c) const {
-        return groups[r][c / 4] >> (c / 2 % 2 * 8 + c % 2) & 1;
+        if constexpr (HAS_MASK) return groups[r][c / 4] >> (c / 2 % 2 * 8 + c % 2) & 1;
+        const int column = c / 2 * 8 + c % 2;
+        return (!HAS_LEFT || column >= low[r]) && column <= high[r];
     }
 };
 
@@ -135,13 +148,6 @@ __device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, c
                 use(r, c + e, slope);
             }
         }
-}
-
-// Whether the thread's score (r, c) is hidden or missing.
-__device__ __forceinline__ bool is_hidden(const ScoreTile& t, const VisibleBits& visible, int r,
-                                          int c) {
-    if constexpr (HAS_MASK) return !visible.at(r, c);
-    return score_row(r) >= t.rows || !t.in_band(score_row(r), score_column(c));
 }
 
 // Calls `drop(r, c)` for each of the thread's scores that dropout drops.

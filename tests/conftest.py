@@ -8,6 +8,8 @@ import numpy
 import pytest
 from arrays import bytes_under
 
+from cuflash import _launch
+
 gpu = pytest.mark.gpu
 
 
@@ -63,9 +65,22 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("emulated")
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that were launched so far."""
+    names, launch = [], _launch._launch
+
+    def recording(plan, *more):
+        names.append(plan.kernel)
+        launch(plan, *more)
+
+    monkeypatch.setattr(_launch, "_launch", recording)
+    return names
+
+
 @pytest.fixture(params=["emulated", pytest.param("cupy", marks=gpu)])
 def machine(request, monkeypatch):
-    """A GPU or its emulator: `put` takes NumPy arrays there as they lie, other values it returns."""
+    """A GPU or its emulator: `put` takes NumPy arrays there as they lie; other values stay."""
     if request.param == "emulated":
         if emulated.COMPILER is None:
             pytest.skip("needs g++")

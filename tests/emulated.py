@@ -35,9 +35,11 @@ extern "C" int run(unsigned grid, unsigned threads, unsigned shared_bytes, const
     emulated_shared += -reinterpret_cast<uintptr_t>(emulated_shared) & 15;
     emulator::entry = [] { KERNEL(emulated_params); };
     gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-        if (!emulator::run_block(threads, descending)) return 1;
-    return 0;
+    bool done = true;
+    for (blockIdx.x = 0; done && blockIdx.x < grid; ++blockIdx.x)
+        done = emulator::run_block(threads, descending);
+    std::vector<emulator::Fiber>().swap(emulator::fibers);  // their stacks
+    return !done;
 }
 extern "C" unsigned params_size() { return sizeof(Params); }
 """
@@ -59,18 +61,14 @@ def library(plan, folder):
     if not path.exists():
         source = path.with_suffix(".cpp")
         source.write_text(text)
-        _compiled(source, path, "-shared", f"-I{folder}")
+        options = ["-std=gnu++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=fast"]
+        options.append("-U_FORTIFY_SOURCE")  # it takes the jumps between fibers for attacks
+        if os.uname().machine == "x86_64":
+            options.append("-mfma")
+        command = [COMPILER, *options, f"-I{HERE}", str(source), "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(path))
-
-
-def _compiled(source, target, *more):
-    options = ["-std=gnu++17", "-O1", "-w", "-fPIC", "-ffp-contract=fast"]
-    options.append("-U_FORTIFY_SOURCE")  # it takes the jumps between fibers for attacks
-    if os.uname().machine == "x86_64":
-        options.append("-mfma")
-    command = [COMPILER, *options, *more, f"-I{HERE}", str(source), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
 
 
 def fenced(array, before=False):
@@ -148,13 +146,9 @@ def install(monkeypatch, folder, arch=90, descending=False):
     """Make cuflash use the emulated GPU for arrays of type `Array`.
 
     Threads run one after another, in ascending or descending order, from one barrier to the next:
-    where the order shows in a result, a barrier is missing. Returns a list to which each launch adds
-    the name of its kernel.
+    where the order shows in a result, a barrier is missing.
     """
-    launched, planned = [], _plan.backward
-    header = Path(folder) / "cuda.h.gch"  # parsed once
-    if not header.exists():
-        _compiled(HERE / "cuda.h", header)
+    planned = _plan.backward
 
     def backward(*arguments):
         """The plans, whose kernels are compiled side by side."""
@@ -167,7 +161,6 @@ def install(monkeypatch, folder, arch=90, descending=False):
         built = library(plan, folder)
 
         def launch(grid, threads, arguments, shared_mem):
-            launched.append(plan.kernel)
             (parameters,) = arguments
             assert built.params_size() == parameters.nbytes
             address = ctypes.c_void_p(parameters.ctypes.data)
@@ -183,4 +176,3 @@ def install(monkeypatch, folder, arch=90, descending=False):
     monkeypatch.setattr(_plan, "backward", backward)
     for place in (_launch, _execute):
         monkeypatch.setattr(place, "device", lambda index: Device.of_arch(arch))
-    return launched

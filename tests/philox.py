@@ -22,8 +22,8 @@ def philox4x32_10(counter, key):
     return c0, c1, c2, c3
 
 
-def keep_mask(batch, q_heads, q_len, kv_len, dropout, seed):
-    """Return (batch, q_heads, q_len, kv_len) booleans: True where an element is kept."""
+def random_bits(batch, q_heads, q_len, kv_len, seed):
+    """Return (batch, q_heads, q_len, kv_len) random 32-bit numbers, as uint64."""
     b, h, i, j = np.ogrid[:batch, :q_heads, :q_len, :kv_len]
     group = (j >> 4) * 4 + ((j & 7) >> 1)
     key = (seed & 0xFFFFFFFF, seed >> 32)
@@ -36,4 +36,10 @@ def keep_mask(batch, q_heads, q_len, kv_len, dropout, seed):
     high = word(((i >> 3) & 1) * 2 + ((j >> 3) & 1), group, (i >> 4) * 8 + (i & 7), h, b)
     high = (high >> (16 * (j & 1)).astype(np.uint64)) & np.uint64(0xFFFF)
     low = word((j & 1) | ((j >> 2) & 2), group, i, h, b | 2**31) >> np.uint64(16)
-    return (high << np.uint64(16) | low) >= np.uint64(round(dropout * 2**32))
+    return high << np.uint64(16) | low
+
+
+def keep_mask(batch, q_heads, q_len, kv_len, dropout, seed):
+    """Return (batch, q_heads, q_len, kv_len) booleans: True where an element is kept."""
+    bits = random_bits(batch, q_heads, q_len, kv_len, seed)
+    return bits >= np.uint64(round(dropout * 2**32))

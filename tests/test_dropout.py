@@ -199,3 +199,69 @@ def test_new_seed_draws_64_bits():
 def test_numpy_and_gpu_drop_the_same(cupy):
     left = recovered(np, 130, 70, dropout=0.3, seed=8)
     assert np.array_equal(left != 0, get(recovered(cupy, 130, 70, dropout=0.3, seed=8)) != 0)
+
+
+# Of each kind among the 16 x 16 that share their calls (i & 8, j & 8, j & 1), and some others.
+ELEMENTS = [(0, 0), (3, 1), (9, 6), (13, 7), (2, 8), (5, 15), (8, 12), (15, 9), (16, 33), (38, 46)]
+
+
+def around(element):
+    """Return two dropouts with equal high bits: the first just keeps an element, the other not."""
+    bits = int(philox.random_bits(1, 1, 48, 48, 21)[(0, 0, *element)])
+    assert bits & 0xFFFF < 0xFFFF
+    return bits / 2**32, (bits + 1) / 2**32
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_low_bits_decide(xp, element):
+    like = {} if xp is np else {"like": xp}
+    kept, dropped = (get(cuflash.dropout_mask(1, 1, 48, 48, dropout, 21, **like))[0, 0]
+                     for dropout in around(element))
+    assert kept[element] and not dropped[element]
+    assert np.count_nonzero(kept != dropped) == 1
+
+
+def by_tensor_cores(machine, batch, heads, q_len, kv_len, backward, **options):
+    """Return the mask as the forward or the backward kernel applies it.
+
+    Probabilities are uniform, and values, or rows of dout, are unit vectors.
+    """
+    zeros = {
+        "q": np.zeros((batch, q_len, heads, 8), "float16"),
+        "k": np.zeros((batch, kv_len, heads, 8), "float16"),
+    }
+    q, k = (machine.put(array) for array in zeros.values())
+    unit = np.eye(q_len if backward else kv_len, dtype="float16")[:, None]
+    units = machine.put(np.tile(unit, (batch, 1, heads, 1)))
+    if not backward:
+        return get(cuflash.attention(q, k, units, **options)).transpose(0, 2, 1, 3) != 0
+    lse = machine.put(np.full((batch, heads, q_len), np.log(kv_len), "float32"))
+    v = machine.put(np.zeros((batch, kv_len, heads, q_len), "float16"))
+    got = cuflash.attention_backward(units, q, k, v, units, lse, **options)
+    return get(got.dv).transpose(0, 2, 3, 1) != 0
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("backward", [False, True])
+def test_tensor_cores_bit_for_bit(backward, dropout, width, machine, launched):
+    """On a GPU 2^24 elements: of some 256 the low bits decide."""
+    batch, heads, length = (1, 2, 80) if machine.emulated else (4, 1024 // width, 4096)
+    lengths = (width, length) if backward else (length, width)
+    options = {"dropout": dropout, "seed": 2**63 + 7}
+    got = by_tensor_cores(machine, batch, heads, *lengths, backward, **options)
+    like = machine.put(np.zeros(1))
+    right = cuflash.dropout_mask(batch, heads, *lengths, **options, like=like)
+    assert np.array_equal(got, get(right))
+    assert ("attention_backward" if backward else "attention_forward") in launched
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_low_bits_decide_on_tensor_cores(backward, element, machine):
+    kept, dropped = (
+        by_tensor_cores(machine, 1, 1, 48, 48, backward, dropout=dropout, seed=21)[0, 0]
+        for dropout in around(element)
+    )
+    assert kept[element] and not dropped[element]
+    assert np.count_nonzero(kept != dropped) == 1

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from arrays import normal, same_bits, wide
+from arrays import DTYPES, normal, put, same_bits, wide
 
 import cuflash
 
@@ -67,6 +67,19 @@ def test_b126_fifty_runs_have_the_same_bits(cupy):
             load @ load
         assert all_same(both_ways(*arrays), right)
     other.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_tensor_cores_have_the_same_bits(cupy, width, dtype):
+    q, dout = (put(cupy, normal((2, 500, 8, width), seed=n), DTYPES[dtype]) for n in (0, 1))
+    k, v = (put(cupy, normal((2, 460, 2, width), seed=n), DTYPES[dtype]) for n in (2, 3))
+    mask = cupy.asarray(np.random.default_rng(0).random((500, 460)) < 0.9)
+    for options in ({"softcap": None}, {"mask": mask, "dropout": 0.2, "seed": 3}):
+        options["precision"] = "tf32"
+        right = both_ways(q, k, v, dout, **options)
+        for _ in range(20):
+            assert all_same(both_ways(q, k, v, dout, **options), right)
 
 
 @pytest.mark.parametrize("head_dim", [40, 128, 256])

@@ -190,7 +190,10 @@ def test_b86_out_of_any_strides(xp, view, dtype):
     out = view(xp, base)
     result, lse = cuflash.attention(q, k, v, out=out, return_lse=True)
     assert result is out and lse.shape == (2, 4, 33)
-    assert same_bits(out, right)
+    if xp is not np and dtype == "float16":  # on tensor cores where rows of `out` are aligned
+        agree([wide(out)], [wide(right)], dtype)
+    else:
+        assert same_bits(out, right)
 
 
 def test_out_leaves_its_surroundings_alone(xp):

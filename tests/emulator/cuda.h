@@ -1,12 +1,9 @@
 // Just enough of CUDA to run a kernel of kernels/ on a CPU, one block after another: each thread is
 // a fiber, and fibers switch where threads wait for each other.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <setjmp.h>
 #include <ucontext.h>
 #include <vector>
@@ -32,7 +29,7 @@ static unsigned char* emulated_shared;
 namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
-struct Fiber { ucontext_t start; jmp_buf place; std::unique_ptr<char[]> stack; bool begun, done; };
+struct Fiber { ucontext_t start; jmp_buf place; std::vector<char> stack; bool begun, done; };
 
 constexpr size_t STACK = 256 << 10;
 static jmp_buf scheduler;
@@ -87,9 +84,9 @@ static bool run_block(unsigned threads, bool descending) {
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
         fiber.begun = fiber.done = false;
-        if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+        fiber.stack.resize(STACK);
         getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.get();
+        fiber.start.uc_stack.ss_sp = fiber.stack.data();
         fiber.start.uc_stack.ss_size = STACK;
         makecontext(&fiber.start, body, 0);
     }
