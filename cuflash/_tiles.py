@@ -1,4 +1,4 @@
-"""The tile tables of the generic kernels: data. benchmarks/NOTES.md tells what was measured."""
+"""The tile tables of the kernels: data. benchmarks/NOTES.md tells what was measured."""
 
 from __future__ import annotations
 

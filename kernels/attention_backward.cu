@@ -1,8 +1,7 @@
 // Gradients of q, k and v on tensor cores by mma.sync: float16, bfloat16, and float32 as TF32; sm_80
-// and newer. A
-// block takes BLOCK_N keys of one kv head and walks over the queries of its group. Probabilities
-// and score gradients pass through shared memory as elements, so that each product is shared by the
-// warps in the way that suits it. Mathematics and order: attention_backward_generic.cu.
+// and newer. A block takes BLOCK_N keys of one kv head and walks over the queries of its group.
+// Probabilities and score gradients pass through shared memory as elements, so that each product is
+// shared by the warps in the way that suits it. Mathematics: attention_backward_generic.cu.
 //
 // WARPS_M warps with the same keys of a tile of scores are a group: they share the rows of dk and
 // dv of these keys too, so that only dq needs the gradients of all groups.
@@ -74,8 +73,8 @@ __device__ __forceinline__ void store_scores(const Scores& tile, ScoreSums& s) {
     }
 }
 
-// Adds a product to the sums of dq, without the scale. Those lie as the fragments of products do: for each 16 queries
-// of a head and 8 channels the four numbers of each lane (ptx.cuh, share_index).
+// Adds a product to the sums of dq, without the scale. Those lie as the fragments of products do:
+// for each 16 queries of a head and 8 channels the four numbers of each lane (ptx.cuh, share_index).
 __device__ __forceinline__ void add_dq(const Params& p, const ScoreTile& t,
                                        const QueryShare::Product& dq) {
     using Share = QueryShare;

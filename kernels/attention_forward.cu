@@ -1,6 +1,7 @@
 // Exact attention, forward, on tensor cores by mma.sync: float16, bfloat16, and float32 as TF32;
-// sm_80 and newer (FlashAttention-2's design). A block takes BLOCK_M queries of one head; each warp owns 16 *
-// M_TILES of its rows, so softmax needs no other warp. Scores and probabilities stay in registers.
+// sm_80 and newer (FlashAttention-2's design). A block takes BLOCK_M queries of one head; each warp
+// owns 16 * M_TILES of its rows, so softmax needs no other warp. Scores and probabilities stay in
+// registers.
 //
 // Grid: one-dimensional, each block takes tiles blockIdx.x, + gridDim.x, ...; causal tiles with most
 // keys of a section first (scores.cuh). Threads: 32 x WARPS (mma.cuh). Shared memory:

@@ -1,5 +1,5 @@
-// dq from the sums that attention_backward.cu adds up: scaled, in the element type. Rows that are not finite
-// are made again (pairs.cuh).
+// dq from the sums that attention_backward.cu adds up: scaled, in the element type. Rows that are
+// not finite are made again (pairs.cuh).
 // Grid: one-dimensional, each warp takes 16 rows of a head: warp, + warps in the grid, ...
 // Constants beside those of pairs.cuh: THREADS.
 #include "pairs.cuh"

@@ -26,7 +26,7 @@ struct Params {
     const Compute* alibi_slopes;   // (batch, q_heads)
     const Compute* sinks;     // (q_heads)
     Compute* dsinks;          // (q_heads)
-    Compute* sums;            // (batch, q_len, q_heads, HEAD_DIM): dq, where shares are added
+    Compute* sums;            // dq, where shares are added: of its shape, or attention_backward.cu's
     unsigned char* kept;      // (batch, q_heads, q_len, kv_len)
     uint32 round_keys[10][2];      // of the seed (rng.cuh)
 
