@@ -59,7 +59,7 @@ def attention(
     scale : float, optional
         Factor of the scores; ``1 / sqrt(head_dim)`` if None. 0 and negative values are legal.
     dropout : float
-        Probability in [0, 1) with which a softmax weight is dropped.
+        Probability in [0, 1) with which a softmax weight is dropped, to the nearest 2^-15.
     seed : int, optional
         Of the dropout, in [0, 2^64). None draws one: where the backward pass follows, draw it with
         :func:`new_seed` and give it to both.

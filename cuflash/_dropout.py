@@ -1,7 +1,7 @@
 """Philox4x32-10 (Salmon et al., SC 2011) in array code, and the keep mask of dropout made with it.
 
-The decision for a score depends on (seed, b, h, i, j) alone: it is dropped if 32 random bits of its
-own are below a threshold. ``kernels/rng.cuh`` is the same function in CUDA.
+The decision for a score depends on (seed, b, h, i, j) alone: 15 random bits of its own are compared
+with a limit (`Problem.drop_limit`). ``kernels/rng.cuh`` is the same function in CUDA.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ def seed_key(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, seed >> 32
 
 
-def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range) -> np.ndarray:
+def kept(
+    seed: int, limit: tuple[int, bool], b: int, h: int, rows: range, columns: range
+) -> np.ndarray:
     """Which scores of a tile dropout keeps.
 
     Parameters
     ----------
     seed : int
-    drop_below : int
-        A score is dropped if its 32 random bits are below this.
+    limit : tuple of int and bool
+        A score is dropped if its 15 random bits are below the number or, if True, if they are not.
     b, h : int
         Batch element and query head.
     rows, columns : range
@@ -82,25 +84,17 @@ def kept(seed: int, drop_below: int, b: int, h: int, rows: range, columns: range
     -------
     (len(rows), len(columns)) bool array
     """
-    # The high 16 bits. Eight scores of a block of 16 x 16 share one call: queries i and i + 8,
-    # keys j, j + 1, j + 8 and j + 9, for i below 8 and even j below 8.
+    # Eight scores of a block of 16 x 16 share one call: queries i and i + 8, keys j, j + 1, j + 8
+    # and j + 9, for i below 8 and even j below 8.
     i_first, j_first = rows.start // 16 * 16, columns.start // 16 * 16
     i_blocks, j_blocks = (-(-(r.stop - s) // 16) for r, s in ((rows, i_first), (columns, j_first)))
     i = np.arange(i_first // 2, i_first // 2 + i_blocks * 8, dtype=np.uint32)[:, None]
     groups = np.arange(j_first // 4, j_first // 4 + j_blocks * 4, dtype=np.uint32)
     words = np.stack(philox4x32((groups, i, np.uint32(h), np.uint32(b)), seed_key(seed)), axis=-1)
     # (block, i % 8, block, j % 8 // 2, i % 16 // 8, j % 16 // 8, j % 2) to (i, j)
-    high = words.astype("<u4").view("<u2").reshape(i_blocks, 8, j_blocks, 4, 2, 2, 2)
-    high = high.transpose(0, 4, 1, 2, 5, 3, 6).reshape(i_blocks * 16, j_blocks * 16)
-    high = high[rows.start - i_first : rows.stop - i_first,
-                columns.start - j_first : columns.stop - j_first]  # fmt: skip
-    keep = high >= np.uint16(drop_below >> 16)
-    # The low 16 bits, where they decide. Four keys of a query share a call.
-    y, x = np.nonzero(high == np.uint16(drop_below >> 16))
-    if len(y):
-        i, j = (y + rows.start).astype(np.uint32), (x + columns.start).astype(np.uint32)
-        counter = (j // 16 * 4 + j % 8 // 2, i, np.uint32(h), np.uint32(b | 2**31))
-        words = np.stack(philox4x32(counter, seed_key(seed)), axis=-1)
-        low = words[np.arange(len(j)), j % 2 + j % 16 // 8 * 2] >> np.uint32(16)
-        keep[y, x] = low >= np.uint32(drop_below & 0xFFFF)
-    return keep
+    halves = words.astype("<u4").view("<u2").reshape(i_blocks, 8, j_blocks, 4, 2, 2, 2)
+    halves = halves.transpose(0, 4, 1, 2, 5, 3, 6).reshape(i_blocks * 16, j_blocks * 16)
+    halves = halves[rows.start - i_first : rows.stop - i_first,
+                    columns.start - j_first : columns.stop - j_first]  # fmt: skip
+    number, above = limit
+    return ((halves & 0x7FFF) < number) == above

@@ -115,7 +115,9 @@ def _layout(problem: Problem, *described: Described) -> Layout:
         f"<4{kind}", problem.scale, problem.softcap or 0.0, 1 / (1 - problem.dropout), 0.0
     )
     strides = [stride for each in described for stride in _element_strides(each)]
-    data = numbers + reals + struct.pack(f"<Q{len(strides)}q", problem.drop_below, *strides)
+    limit, above = problem.drop_limit
+    bits = struct.pack("<2I", limit << 16 | limit, above)
+    data = numbers + reals + bits + struct.pack(f"<{len(strides)}q", *strides)
     return Layout(data, *_alignment(problem, described[:_ROWS]))
 
 

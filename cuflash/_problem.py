@@ -59,9 +59,11 @@ class Problem(HashedOnce):
         return left, right
 
     @property
-    def drop_below(self) -> int:
-        """Dropout drops where a random 32-bit word is below this."""
-        return min(round(self.dropout * 2**32), 2**32 - 1)
+    def drop_limit(self) -> tuple[int, bool]:
+        """Dropout drops where 15 random bits are below the number; if True, where they are not."""
+        dropped = round(self.dropout * 2**15)
+        above = dropped > 2**14
+        return 2**15 - dropped if above else dropped, above
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:

@@ -79,7 +79,7 @@ class _Heads:
         """Which scores of a tile dropout keeps."""
         problem, seed = self.problem, self.extras.seed
         return np.array([
-            [kept(seed, problem.drop_below, b, h, rows, columns)
+            [kept(seed, problem.drop_limit, b, h, rows, columns)
              for h in range(problem.q_heads)[self.h]]
             for b in range(problem.batch)[self.b]
         ])  # fmt: skip
@@ -258,7 +258,7 @@ def dropout_mask(problem: Problem, seed: int) -> Array:
     columns = range(problem.kv_len)
     for b, h in np.ndindex(mask.shape[:2]):
         for rows in _tiles(range(problem.q_len), TILE_ROWS):
-            mask[b, h, _slice(rows)] = kept(seed, problem.drop_below, b, h, rows, columns)
+            mask[b, h, _slice(rows)] = kept(seed, problem.drop_limit, b, h, rows, columns)
     return mask
 
 

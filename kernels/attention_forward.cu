@@ -86,7 +86,19 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t, Sco
             state.sum[r] += weight;
         }
     }
-    for_dropped(p, t, [&](int r, int c) { at(s, r, c) = 0; });
+}
+
+// The weights of 16 rows and DEPTH keys as a left factor, 0 where dropout drops.
+__device__ __forceinline__ void weights_as_left(uint32 (&to)[4], const Params& p, const ScoreTile& t,
+                                                const ScoreSums& weights, int tile, int step) {
+    sums_as_left(to, weights, tile, step);
+    if constexpr (HAS_DROPOUT && !IS_TF32) {
+        const Words words = score_words(p, t, tile * 2, step * 4);
+        const uint32 kept_below = p.drops_above ? ~0u : 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)   // to: rows r, r + 8, then 8 columns on; words: the other way
+            to[i] &= mask_below(words.at[i % 2 * 2 + i / 2], p.drop_limits) ^ ~kept_below;
+    }
 }
 
 // Writes the rows of the warp; `shared` is where its queries have been.
@@ -234,6 +246,10 @@ attention_forward(const __grid_constant__ Params p) {
             const ScoreTile t(p, b, h, m, n);
             to_scores(p, t, mask(mask_stage), biases(stage), s);
             take_in(p, t, s, state);
+            if constexpr (IS_TF32)
+                for_scores(p, t, [&](int r, int c, bool dropped) {
+                    if (dropped) at(s, r, c) = 0;
+                });
 
             if constexpr (STAGES == 1) {
                 next = find_tile(n + BLOCK_N);
@@ -243,8 +259,8 @@ attention_forward(const __grid_constant__ Params p) {
                 end_copies();
             }
             multiply_columns<BLOCK_N>(
-                state.out, [&](uint32 (&to)[4], int t, int step) {
-                    sums_as_left(to, s, t, step);
+                state.out, [&](uint32 (&to)[4], int tile, int step) {
+                    weights_as_left(to, p, t, s, tile, step);
                 }, values(stage), 0);
             n = next;
         }

@@ -25,29 +25,23 @@ __device__ __forceinline__ void to_gradients(const Params& p, const ScoreTile& t
                                              const BiasTile& biases, const RowState& rows,
                                              ScoreSums& s, ScoreSums& dp) {
     const float factor = factor_of(p);
-    if constexpr (HAS_SOFTCAP) for_dropped(p, t, [&](int r, int c) { at(dp, r, c) = 0; });
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            at(dp, r, c) = HAS_DROPOUT ? fmaf(at(dp, r, c), p.keep_scale, -rows.delta[r])
-                                       : at(dp, r, c) - rows.delta[r];
+    auto centre = [&](int r, int c, bool dropped) {
+        float& x = at(dp, r, c);
+        if (dropped) x = 0;
+        x = HAS_DROPOUT ? fmaf(x, p.keep_scale, -rows.delta[r]) : x - rows.delta[r];
+    };
+    if constexpr (HAS_SOFTCAP) for_scores(p, t, centre);
     if constexpr (!FOLDS_SCALE)
         to_logits(p, t, biases, s, [&](int r, int c, float slope) {
             if (HAS_SOFTCAP) at(dp, r, c) *= slope;
-            if (HAS_BIAS && at(s, r, c) == -infinity<float>()) at(dp, r, c) = 0;
         });
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            at(s, r, c) = exp2_approximate(fmaf(at(s, r, c), factor, -rows.lse[r]));
-            at(dp, r, c) *= at(s, r, c);
-        }
-    for_dropped(p, t, [&](int r, int c) {
-        float &probability = at(s, r, c), &gradient = at(dp, r, c);
-        if (!HAS_SOFTCAP) gradient = probability == 0 ? 0 : -rows.delta[r] * probability;
-        probability = 0;
+    for_scores(p, t, [&](int r, int c, bool dropped) {
+        float &score = at(s, r, c), &gradient = at(dp, r, c);
+        if (!HAS_SOFTCAP) centre(r, c, dropped);
+        if (HAS_BIAS && score == -infinity<float>()) gradient = 0;
+        score = exp2_approximate(fmaf(score, factor, -rows.lse[r]));
+        gradient *= score;
+        if (dropped) score = 0;
     });
     if (t.whole()) return;
     keep_branch();

@@ -150,53 +150,29 @@ __device__ __forceinline__ void to_logits(const Params& p, const ScoreTile& t, c
         }
 }
 
-// Calls `drop(r, c)` for each of the thread's scores that dropout drops.
-template <typename Drop>
-__device__ __forceinline__ void for_dropped(const Params& p, const ScoreTile& t, Drop drop) {
-    if constexpr (!HAS_DROPOUT) return;
-    static_assert(BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0, "pieces of 16 x 16 have the same words");
-    const uint32 group = key_group(t.n + warp_column()) + lane_index() % 4;
-    const uint32 limit = static_cast<uint32>(p.drop_below) & 0xffff0000u;
-    uint32 undecided = 0;   // calls, of whose pairs one has the limit's high bits
-    uint32 call = 1;
+// The random bits of the thread's scores (r, c) to (r + 1, c + 3), of a block of 16 x 16.
+__device__ __forceinline__ Words score_words(const Params& p, const ScoreTile& t, int r, int c) {
+    static_assert(BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0, "blocks of 16 x 16 have the same words");
+    const uint32 group = key_group(t.n + warp_column()) + lane_index() % 4 + c;
+    return random_words(p, group, t.b, t.h, t.m + score_row(r));
+}
+
+// Calls `use(r, c, dropped)` for each of the thread's scores: whether dropout drops it.
+template <typename Use>
+__device__ __forceinline__ void for_scores(const Params& p, const ScoreTile& t, Use use) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c += 4)
+    for (int r = 0; r < ROWS; r += 2)
 #pragma unroll
-        for (int r = 0; r < ROWS; r += 2, call *= 2) {
-            const Words words = high_words(p, group + c, t.b, t.h, t.m + score_row(r));
-            bool again = false;
+        for (int c = 0; c < COLUMNS; c += 4) {
+            bool dropped[8] = {};
+            if constexpr (HAS_DROPOUT) {
+                const Words words = score_words(p, t, r, c);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const uint32 bits = e % 2 ? words.at[e / 2] : words.at[e / 2] << 16;
-                again |= bits - limit < 0x10000u;
-                if (bits < limit) drop(r + e / 4, c + e % 4);
+                for (int e = 0; e < 8; e += 2)
+                    halves_below(dropped[e], dropped[e + 1], words.at[e / 2], p.drop_limits,
+                                 p.drops_above);
             }
-            if (again) undecided |= call;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) use(r + e / 4, c + e % 4, dropped[e]);
         }
-    if (undecided == 0) return;
-    keep_branch();
-    constexpr int CALLS = ROWS * COLUMNS / 8;
-    static_assert(CALLS <= 32, "a word has a bit for each call");
-    uint32 dropped[(CALLS + 3) / 4] = {};   // 8 bits of each call
-#pragma unroll 1
-    for (; undecided != 0; undecided &= undecided - 1) {
-        const int n = __ffs(undecided) - 1, c = n / (ROWS / 2) * 4, r = n % (ROWS / 2) * 2;
-        uint32 bits = 0;
-#pragma unroll 1
-        for (int e = 0; e < 8; ++e) {
-            const int64 i = t.m + score_row(r + e / 4), j = t.n + score_column(c + e % 4);
-            const Words words = high_words(p, key_group(j), t.b, t.h, i);
-            if (high_bits(words, i, j) == limit >> 16 && is_dropped_by_low_bits(p, t.b, t.h, i, j))
-                bits |= 1u << e;
-        }
-#pragma unroll
-        for (int word = 0; word < (CALLS + 3) / 4; ++word)
-            if (n / 4 == word) dropped[word] |= bits << n % 4 * 8;
-    }
-#pragma unroll
-    for (int n = 0; n < CALLS; ++n)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            if (dropped[n / 4] >> (n % 4 * 8 + e) & 1)
-                drop(n % (ROWS / 2) * 2 + e / 4, n / (ROWS / 2) * 4 + e % 4);
 }

@@ -38,7 +38,8 @@ struct Params {
     int64 section_heads;      // query heads whose tiles are done together (scores.cuh)
     Compute scale, softcap;
     Compute keep_scale, unused;   // keep_scale = 1 / (1 - dropout)
-    uint64 drop_below;        // a score is dropped if its random word is below this
+    uint32 drop_limits;       // a score is dropped if its 15 random bits are below (twice the same)
+    uint32 drops_above;       // 1: if they are not (dropout above one half)
     Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
     Strides dq_strides, dk_strides, dv_strides;
     ScoreStrides mask_strides, bias_strides;

@@ -127,6 +127,26 @@ __device__ __forceinline__ void sync_some(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Whether the low and the high half of a word, without their highest bits, are below those of `limits`,
+// or not below if `negate` is 1. Limits are at most 2^14: numbers that float16 orders as they are.
+__device__ __forceinline__ void halves_below(bool& low, bool& high, unsigned word, unsigned limits,
+                                             unsigned negate) {
+    unsigned is_low, is_high;
+    asm("{.reg .pred p, q, n; .reg .b32 x;\n\t"
+        "setp.ne.u32 n, %4, 0; abs.f16x2 x, %2;\n\t"
+        "setp.lt.xor.f16x2 p|q, x, %3, n;\n\t"
+        "selp.u32 %0, 1, 0, p; selp.u32 %1, 1, 0, q;}"
+        : "=r"(is_low), "=r"(is_high) : "r"(word), "r"(limits), "r"(negate));
+    low = is_low != 0, high = is_high != 0;
+}
+// The same as masks of 16 bits.
+__device__ __forceinline__ unsigned mask_below(unsigned word, unsigned limits) {
+    unsigned mask;
+    asm("{.reg .b32 x; abs.f16x2 x, %1; set.lt.u32.f16x2 %0, x, %2;}"
+        : "=r"(mask) : "r"(word), "r"(limits));
+    return mask;
+}
+
 // Nothing; but the compiler keeps the branch that it stands in, instead of computing both ways.
 __device__ __forceinline__ void keep_branch() { asm volatile(""); }
 

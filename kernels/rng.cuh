@@ -2,9 +2,9 @@
 // so that every kernel, tile size and device drops the same elements. cuflash/_dropout.py is the
 // same function in NumPy.
 //
-// A pair is dropped if its 32 random bits are below p.drop_below. The high 16 of them come from a
-// call that eight pairs share; the low 16, from another, decide only where the high ones are those
-// of p.drop_below, once in 65,536 pairs.
+// A pair has 15 random bits; eight pairs share a call. The rarer of being kept and dropped happens to
+// numbers below a limit of at most 2^14, where bits are ordered as the float16 numbers that they are:
+// two pairs are compared at once (drops_of).
 #pragma once
 #include "params.cuh"
 
@@ -23,36 +23,24 @@ __device__ __forceinline__ Words philox(const Params& p, uint32 c0, uint32 c1, u
     return {c0, c1, c2, c3};
 }
 
-// Within 16 keys, j, j + 1, j + 8 and j + 9 for even j below 8 share their calls, in this group: the
+// Within 16 keys, j, j + 1, j + 8 and j + 9 for even j below 8 share their call, in this group: the
 // pattern is what one thread holds of a 16-column tensor-core accumulator.
 __device__ __forceinline__ uint32 key_group(int64 j) {
     return static_cast<uint32>((j >> 4) * 4 + ((j & 7) >> 1));
 }
-// The high bits of a key group in queries i and i + 8 of 16: word 0, 1 (query i), 2, 3 for keys j
-// and j + 1 in the low and high half, then j + 8 and j + 9.
-__device__ __forceinline__ Words high_words(const Params& p, uint32 group, int64 b, int64 h, int64 i) {
+// The random bits of a key group in queries i and i + 8 of 16: word 0, 1 (query i), 2, 3 for keys j
+// and j + 1 in the low and high half, then j + 8 and j + 9. The highest bit of a half is not used.
+__device__ __forceinline__ Words random_words(const Params& p, uint32 group, int64 b, int64 h,
+                                              int64 i) {
     const uint32 rows = static_cast<uint32>((i >> 4) * 8 + (i & 7));
     return philox(p, group, rows, static_cast<uint32>(h), static_cast<uint32>(b));
 }
-__device__ __forceinline__ uint32 high_bits(const Words& words, int64 i, int64 j) {
+__device__ __forceinline__ bool is_dropped(const Params& p, const Words& words, int64 i, int64 j) {
     const uint32 word = i & 8 ? (j & 8 ? words.at[3] : words.at[2])
                               : (j & 8 ? words.at[1] : words.at[0]);
-    return j & 1 ? word >> 16 : word & 0xffff;
-}
-// Whether a pair is dropped whose high bits are those of p.drop_below.
-__device__ __forceinline__ bool is_dropped_by_low_bits(const Params& p, int64 b, int64 h, int64 i,
-                                                    int64 j) {
-    const Words words = philox(p, key_group(j), static_cast<uint32>(i), static_cast<uint32>(h),
-                               static_cast<uint32>(b) | 0x80000000u);
-    const uint32 word = j & 8 ? (j & 1 ? words.at[3] : words.at[2])
-                              : (j & 1 ? words.at[1] : words.at[0]);
-    return word >> 16 < (p.drop_below & 0xffff);
-}
-__device__ __forceinline__ bool is_dropped(const Params& p, const Words& high, int64 b, int64 h,
-                                           int64 i, int64 j) {
-    const uint32 bits = high_bits(high, i, j), limit = static_cast<uint32>(p.drop_below >> 16);
-    return bits == limit ? is_dropped_by_low_bits(p, b, h, i, j) : bits < limit;
+    const uint32 bits = (j & 1 ? word >> 16 : word) & 0x7fff;
+    return (bits < (p.drop_limits & 0x7fff)) != p.drops_above;
 }
 __device__ __forceinline__ bool is_dropped(const Params& p, int64 b, int64 h, int64 i, int64 j) {
-    return is_dropped(p, high_words(p, key_group(j), b, h, i), b, h, i, j);
+    return is_dropped(p, random_words(p, key_group(j), b, h, i), i, j);
 }

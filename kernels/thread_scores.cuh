@@ -54,9 +54,9 @@ __device__ __forceinline__ uint64 kept_bits(const Params& p, const ScoreTile& t)
         for (int c = 0; c < COLUMNS; c += SHARING) {
             int64 i = t.m + score_row(r);
             int64 j = t.n + score_column(c);
-            Words high = high_words(p, key_group(j), t.b, t.h, i);
+            Words words = random_words(p, key_group(j), t.b, t.h, i);
             for (int next = 0; next < SHARING; ++next) {
-                uint64 keep = !is_dropped(p, high, t.b, t.h, i, j + 8 * next);
+                uint64 keep = !is_dropped(p, words, i, j + 8 * next);
                 bits |= keep << (r * COLUMNS + c + next);
             }
         }

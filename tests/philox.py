@@ -23,23 +23,18 @@ def philox4x32_10(counter, key):
 
 
 def random_bits(batch, q_heads, q_len, kv_len, seed):
-    """Return (batch, q_heads, q_len, kv_len) random 32-bit numbers, as uint64."""
+    """Return (batch, q_heads, q_len, kv_len) random 15-bit numbers, as uint64."""
     b, h, i, j = np.ogrid[:batch, :q_heads, :q_len, :kv_len]
-    group = (j >> 4) * 4 + ((j & 7) >> 1)
-    key = (seed & 0xFFFFFFFF, seed >> 32)
-
-    def word(number, *counter):
-        words = np.stack(np.broadcast_arrays(*philox4x32_10(counter, key)))
-        number = np.broadcast_to(number, words.shape[1:])
-        return np.take_along_axis(words, number[None], axis=0)[0]
-
-    high = word(((i >> 3) & 1) * 2 + ((j >> 3) & 1), group, (i >> 4) * 8 + (i & 7), h, b)
-    high = (high >> (16 * (j & 1)).astype(np.uint64)) & np.uint64(0xFFFF)
-    low = word((j & 1) | ((j >> 2) & 2), group, i, h, b | 2**31) >> np.uint64(16)
-    return high << np.uint64(16) | low
+    counter = (j >> 4) * 4 + ((j & 7) >> 1), (i >> 4) * 8 + (i & 7), h, b
+    words = philox4x32_10(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    words = np.stack(np.broadcast_arrays(*words))
+    number = np.broadcast_to(((i >> 3) & 1) * 2 + ((j >> 3) & 1), words.shape[1:])
+    word = np.take_along_axis(words, number[None], axis=0)[0]
+    return (word >> (16 * (j & 1)).astype(np.uint64)) & np.uint64(0x7FFF)
 
 
 def keep_mask(batch, q_heads, q_len, kv_len, dropout, seed):
     """Return (batch, q_heads, q_len, kv_len) booleans: True where an element is kept."""
     bits = random_bits(batch, q_heads, q_len, kv_len, seed)
-    return bits >= np.uint64(round(dropout * 2**32))
+    dropped = round(dropout * 2**15)
+    return bits >= dropped if dropped <= 2**14 else bits < 2**15 - dropped

@@ -61,7 +61,7 @@ def test_like_takes_an_array_or_a_module(xp):
 
 
 def test_nearly_everything_dropped(xp):
-    """A threshold that rounds to 2^32 must not wrap to 0 and keep everything."""
+    """A limit that rounds to 2^15 must not wrap to 0 and keep everything."""
     like = {} if xp is np else {"like": xp}
     assert not get(cuflash.dropout_mask(1, 1, 64, 64, 1 - 2.0**-40, 5, **like)).any()
 
@@ -84,8 +84,8 @@ def test_kept_fraction_on_the_gpu(cupy, dropout):
 
 
 def test_neighbouring_heads_batches_and_seeds_differ():
-    mask = cuflash.dropout_mask(2, 2, 64, 64, 0.5, 3)
-    other = cuflash.dropout_mask(2, 2, 64, 64, 0.5, 4)
+    mask = cuflash.dropout_mask(2, 2, 64, 64, 0.5, 13)
+    other = cuflash.dropout_mask(2, 2, 64, 64, 0.5, 14)
     views = [mask[0, 0], mask[0, 1], mask[1, 0], mask[1, 1], other[0, 0], mask[0, 0].T]
     for n, left in enumerate(views):
         for right in views[:n]:
@@ -206,19 +206,31 @@ ELEMENTS = [(0, 0), (3, 1), (9, 6), (13, 7), (2, 8), (5, 15), (8, 12), (15, 9), 
 
 
 def around(element):
-    """Return two dropouts with equal high bits: the first just keeps an element, the other not."""
-    bits = int(philox.random_bits(1, 1, 48, 48, 21)[(0, 0, *element)])
-    assert bits & 0xFFFF < 0xFFFF
-    return bits / 2**32, (bits + 1) / 2**32
+    """Return a seed, and dropouts that just keep an element or just not: below, then above 1/2."""
+    for seed in range(21, 99):
+        bits = int(philox.random_bits(1, 1, 48, 48, seed)[(0, 0, *element)])
+        if bits < 2**14 - 1:
+            steps = (bits, bits + 1, 2**15 - bits - 1, 2**15 - bits)
+            return seed, [step / 2**15 for step in steps]
+
+
+def check_around(element, mask):
+    """Compare masks by `mask(dropout=, seed=)` with limits at and next to an element's bits."""
+    seed, dropouts = around(element)
+    masks = [mask(dropout=dropout, seed=seed) for dropout in dropouts]
+    assert [bool(keep[element]) for keep in masks] == [True, False, True, False]
+    for keep, dropout in zip(masks, dropouts, strict=True):
+        assert np.array_equal(keep, philox.keep_mask(1, 1, 48, 48, dropout, seed)[0, 0])
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_the_low_bits_decide(xp, element):
+def test_every_bit_decides(xp, element):
     like = {} if xp is np else {"like": xp}
-    kept, dropped = (get(cuflash.dropout_mask(1, 1, 48, 48, dropout, 21, **like))[0, 0]
-                     for dropout in around(element))
-    assert kept[element] and not dropped[element]
-    assert np.count_nonzero(kept != dropped) == 1
+
+    def mask(**options):
+        return get(cuflash.dropout_mask(1, 1, 48, 48, **options, **like))[0, 0]
+
+    check_around(element, mask)
 
 
 def by_tensor_cores(machine, batch, heads, q_len, kv_len, backward, **options):
@@ -245,7 +257,6 @@ def by_tensor_cores(machine, batch, heads, q_len, kv_len, backward, **options):
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("backward", [False, True])
 def test_tensor_cores_bit_for_bit(backward, dropout, width, machine, launched):
-    """On a GPU 2^24 elements: of some 256 the low bits decide."""
     batch, heads, length = (1, 2, 80) if machine.emulated else (4, 1024 // width, 4096)
     lengths = (width, length) if backward else (length, width)
     options = {"dropout": dropout, "seed": 2**63 + 7}
@@ -258,10 +269,8 @@ def test_tensor_cores_bit_for_bit(backward, dropout, width, machine, launched):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_low_bits_decide_on_tensor_cores(backward, element, machine):
-    kept, dropped = (
-        by_tensor_cores(machine, 1, 1, 48, 48, backward, dropout=dropout, seed=21)[0, 0]
-        for dropout in around(element)
-    )
-    assert kept[element] and not dropped[element]
-    assert np.count_nonzero(kept != dropped) == 1
+def test_every_bit_decides_on_tensor_cores(backward, element, machine):
+    def mask(**options):
+        return by_tensor_cores(machine, 1, 1, 48, 48, backward, **options)[0, 0]
+
+    check_around(element, mask)

@@ -120,6 +120,15 @@ inline unsigned load_shared(unsigned from) {
     std::memcpy(&value, emulated_shared + from, 4);
     return value;
 }
+inline unsigned mask_below(unsigned word, unsigned limits) {
+    unsigned low = (word & 0x7fff) < (limits & 0xffff) ? 0xffff : 0;
+    return low | ((word >> 16 & 0x7fff) < limits >> 16 ? 0xffff0000u : 0);
+}
+inline void halves_below(bool& low, bool& high, unsigned word, unsigned limits, unsigned negate) {
+    unsigned mask = mask_below(word, limits);
+    low = (mask & 1) != negate, high = mask >> 31 != negate;
+}
+
 inline unsigned pack_half(float low, float high) {
     return half_of_float(low) | unsigned(half_of_float(high)) << 16;
 }
