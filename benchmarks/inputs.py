@@ -115,6 +115,7 @@ def true_rows(
     scale = w.head_dim**-0.5
     kept = kept_rows(inputs, positions)
     out_rows, dq_rows = [], []
+    shown = None if w.mask is None else w.mask.visible(w.q_len)
     for n, (b, h, i) in enumerate(positions):
         seen = w.visible_keys(i)
         keys = slice(seen.start, seen.stop)
@@ -124,8 +125,10 @@ def true_rows(
         scores = k @ to_float64(inputs.q[b, i, h]) * scale
         if inputs.bias is not None:
             scores += to_float64(inputs.bias[0, h, i, keys])
-        p = np.exp(scores - scores.max())
-        p /= p.sum()
+        if shown is not None:
+            scores[~shown(h, i, np.arange(w.kv_len))] = -np.inf
+        p = np.exp(scores - scores.max(initial=np.finfo(np.float64).min))
+        p /= p.sum() or 1.0  # 0 where all is hidden
         weights = 1.0 if kept is None else kept[n, keys] / (1 - w.dropout)
         dp = v @ to_float64(inputs.dout[b, i, h]) * weights
         out_rows.append((p * weights) @ v)

@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,6 +81,15 @@ def release_memory(device: str) -> None:
     cupy.get_default_memory_pool().free_all_blocks()
     if "torch" in sys.modules:
         sys.modules["torch"].cuda.empty_cache()
+
+
+def array_library(device: str) -> Any:
+    """NumPy or CuPy."""
+    if device == "cpu":
+        return np
+    import cupy
+
+    return cupy
 
 
 def synchronize(device: str) -> None:

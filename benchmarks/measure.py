@@ -32,6 +32,8 @@ class Measurement:
         Largest absolute error of the sampled rows.
     peak_bytes, allowed_bytes : int
         Memory beyond the inputs, and how much of it there may be.
+    kept_bytes : int
+        Memory of the arrays of what was made.
     moved_bytes : int
         Bytes between the chip and its memory.
     read_bytes, written_bytes : int
@@ -44,6 +46,7 @@ class Measurement:
     max_error: float | None = None
     peak_bytes: int | None = None
     allowed_bytes: int | None = None
+    kept_bytes: int | None = None
     moved_bytes: int | None = None
     read_bytes: int | None = None
     written_bytes: int | None = None

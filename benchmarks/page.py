@@ -12,7 +12,7 @@ MOST_PLACES = 4  # named in a remark; more are counted
 
 def suite_text(records: list[Record], suite: Suite) -> str:
     """Write all tables of a suite, with their summaries and where they come from."""
-    parts = [table(records, quantity) for quantity in suite.shown]
+    parts = [suite.about, *(table(records, quantity) for quantity in suite.shown)]
     parts += [summaries.ALL[name](records, suite.shown[0]) for name in suite.summaries]
     parts += [*_origin(records), *_remarks(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -27,7 +27,8 @@ def _origin(records: list[Record]) -> list[str]:
                      if (r["provider"], r["dtype"]) == (provider, dtype) and r["max_error"]]
             if found:
                 errors.append(f"{provider} {max(found):.2g} ({dtype})")
-    measured = [r for r in records if r["device_ms"] or r["peak_bytes"] or r["moved_bytes"]]
+    amounts = ("device_ms", "peak_bytes", "kept_bytes", "moved_bytes")
+    measured = [r for r in records if any(r[key] for key in amounts)]
     joined = [", ".join(ordered(r[key] for r in measured))
               for key in ("gpu", "provider_version", "commit", "date")]
     text = "{}; {}; commit {}; {}.".format(*joined)

@@ -50,6 +50,10 @@ def matrix_bytes(workload: Workload, direction: str) -> int:
 def visible(xp: Any, workload: Workload) -> Any:
     """Make the (q_len, kv_len) matrix that is True where a score is visible, or None."""
     w = workload
+    if w.mask is not None:
+        assert w.mask.heads == 1
+        seen = w.mask.visible(w.q_len, xp.asarray)
+        return seen(0, xp.arange(w.q_len)[:, None], xp.arange(w.kv_len))
     if not w.causal and w.window is None:
         return None
     own = w.kv_len - w.q_len

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from record import Record
+from patterns import Random
+from record import Record, workload_of
 from suites import Quantity
 from tables import by_workload, ordered, value
 from workloads import length_label, mask_label, options_label
@@ -13,6 +15,7 @@ from workloads import length_label, mask_label, options_label
 COLOURS = {
     "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "plain-torch": "#495057",
     "efficient": "#2a6f97", "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
+    "flex": "#2a6f97",
     "least": "#adb5bd", "model": "#2a9d8f",
 }
 LINES_FROM = 3  # so many lengths make a line; fewer make bars
@@ -20,10 +23,11 @@ MOST_NAMES = 4  # in the larger font below bars
 WIDEST_SPAN = 100.0  # of the heights of bars, on a linear axis
 
 
-def draw(records: list[Record], quantity: Quantity, path: Path) -> bool:
+def draw(records: list[Record], quantity: Quantity, path: Path, over: str = "length") -> bool:
     """Draw one quantity: a row of panels for each dtype and head_dim, a column for each direction.
 
-    Returns False if there is nothing to draw.
+    Over "density" there is a row for each length as well. Returns False if there is nothing to
+    draw.
     """
     shown = [r for r in records if value(r, quantity) is not None]
     if not shown:
@@ -35,18 +39,22 @@ def draw(records: list[Record], quantity: Quantity, path: Path) -> bool:
     from matplotlib import pyplot
 
     directions = ordered(r["direction"] for r in shown)
-    kinds = ordered((r["dtype"], r["head_dim"]) for r in shown)
+    keys = ("dtype", "head_dim", *(("kv_len",) if over == "density" else ()))
+    kinds = ordered(tuple(r[key] for key in keys) for r in shown)
+    draw_panel = _draw_over_density if over == "density" else _draw_panel
     size = (5.5 * len(directions), 0.6 + 3.2 * len(kinds))
     figure, axes = pyplot.subplots(
         len(kinds), len(directions), figsize=size, squeeze=False, layout="constrained"
     )
     figure.suptitle(shown[0]["gpu"], fontsize=11)
-    for row, (dtype, head_dim) in zip(axes, kinds, strict=True):
+    for row, kind in zip(axes, kinds, strict=True):
+        dtype, head_dim, *length = kind
         for axis, direction in zip(row, directions, strict=True):
-            part = [r for r in shown if (r["dtype"], r["head_dim"], r["direction"])
-                    == (dtype, head_dim, direction)]
-            _draw_panel(axis, part, quantity)
-            axis.set_title(f"{direction}, {dtype}, head_dim {head_dim}", fontsize=10)
+            part = [r for r in shown if (*(r[key] for key in keys), r["direction"])
+                    == (*kind, direction)]
+            draw_panel(axis, part, quantity)
+            title = [direction, dtype, f"head_dim {head_dim}", *map(length_label, length)]
+            axis.set_title(", ".join(title), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -84,6 +92,30 @@ def _draw_lines(axis: Any, records: list[Record], quantity: Quantity) -> None:
     axis.set_xlabel("keys")
 
 
+def _draw_over_density(axis: Any, records: list[Record], quantity: Quantity) -> None:
+    """Draw a line for each block size, and the time without a mask times the density."""
+    lines: dict[int, dict[float, float]] = {}
+    for record in records:
+        mask, amount = workload_of(record).mask, value(record, quantity)
+        if isinstance(mask, Random) and amount is not None:
+            lines.setdefault(mask.block_size, {})[mask.density] = amount
+    for block_size, found in sorted(lines.items()):
+        axis.plot(*zip(*sorted(found.items())), marker="o", markersize=3,
+                  label=f"blocks of {block_size}")
+    densities = sorted({density for found in lines.values() for density in found})
+    dense = next((value(r, quantity) for r in records if r["mask"] is None), None)
+    if dense is not None:
+        axis.plot(densities, [dense * density for density in densities], "--", color="#495057",
+                  label="density x time without a mask")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(densities, [str(Fraction(density)) for density in densities])
+    axis.set_xlabel("density")
+    axis.set_ylabel(quantity.unit)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
 def _draw_bars(axis: Any, records: list[Record], quantity: Quantity) -> None:
     """Draw a group of bars for each workload."""
     groups = by_workload(records)
@@ -105,7 +137,7 @@ def _draw_bars(axis: Any, records: list[Record], quantity: Quantity) -> None:
 
 def _bar_name(record: Record) -> str:
     name = f"{length_label(record['kv_len'])} {mask_label(record['causal'])}"
-    options = options_label(record["dropout"], record["bias"], record["window"])
+    options = options_label(workload_of(record))
     if record["q_heads"] != record["kv_heads"]:
         options = f"{record['q_heads']}/{record['kv_heads']} heads {options}"
     return f"{name}\n{options}"

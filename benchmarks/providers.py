@@ -10,11 +10,10 @@ import sys
 from typing import Any
 
 import machine
-import numpy as np
 import plain
 from inputs import SEED, Inputs
 from provider import Case, Provider, Skipped
-from torch_providers import HALVES, PlainTorch, TorchSdpa, to_torch, torch_missing
+from torch_providers import HALVES, Flex, PlainTorch, TorchSdpa, to_torch, torch_missing
 from workloads import GRADIENTS, Workload
 
 # A checkout that is not installed is measured as it stands.
@@ -44,14 +43,16 @@ class Cuflash(Provider):
         return f"cuflash {getattr(cuflash, '__version__', 'unknown')}"
 
     def load(self, inputs: Inputs) -> Any:
-        return inputs.q, inputs.k, inputs.v, inputs.dout, inputs.bias
+        w = inputs.workload
+        mask = None if w.mask is None else w.mask.make(w.q_len, inputs.q)
+        return inputs.q, inputs.k, inputs.v, inputs.dout, inputs.bias, mask
 
     def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
         import cuflash
 
         w = inputs.workload
-        q, k, v, dout, bias = loaded
-        options = {"causal": w.causal, "window": w.window, "bias": bias,
+        q, k, v, dout, bias, mask = loaded
+        options = {"causal": w.causal, "window": w.window, "bias": bias, "mask": mask,
                    "precision": self.precision,
                    "dropout": w.dropout, "seed": SEED if w.dropout else None}
         kernel, tile = self._plan(inputs, loaded, options, direction)
@@ -112,7 +113,8 @@ class CuflashFromTorch(Cuflash):
         return super().missing() or torch_missing()
 
     def load(self, inputs: Inputs) -> Any:
-        return tuple(x if x is None else to_torch(x, inputs) for x in super().load(inputs))
+        *arrays, mask = super().load(inputs)
+        return *(x if x is None else to_torch(x, inputs) for x in arrays), mask
 
 
 class Plain(Provider):
@@ -124,10 +126,11 @@ class Plain(Provider):
         return None  # NumPy is always there, and `machine.missing` asks for CuPy
 
     def version(self, device: str) -> str:
-        return f"{_array_library(device).__name__} {_array_library(device).__version__}"
+        xp = machine.array_library(device)
+        return f"{xp.__name__} {xp.__version__}"
 
     def load(self, inputs: Inputs) -> Any:
-        xp, w = _array_library(inputs.device), inputs.workload
+        xp, w = machine.array_library(inputs.device), inputs.workload
         q, k, v, dout = (
             xp.ascontiguousarray(x.swapaxes(1, 2).astype(plain.dtype_name(w), copy=False))
             for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
@@ -137,7 +140,7 @@ class Plain(Provider):
         return q, k, v, dout
 
     def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
-        xp, w = _array_library(inputs.device), inputs.workload
+        xp, w = machine.array_library(inputs.device), inputs.workload
         q, k, v, dout = loaded
         kernel = f"{xp.__name__}.matmul"
         by_head = self._memory_note(inputs, direction)
@@ -184,14 +187,6 @@ class Plain(Provider):
         return f"one head at a time{again}: {text}"
 
 
-def _array_library(device: str) -> Any:
-    if device == "cpu":
-        return np
-    import cupy
-
-    return cupy
-
-
 ALL: dict[str, Provider] = {
     provider.name: provider
     for provider in (
@@ -203,6 +198,7 @@ ALL: dict[str, Provider] = {
         TorchSdpa("cudnn", "CUDNN_ATTENTION", dtypes=HALVES),
         TorchSdpa("fa2", "FLASH_ATTENTION", dtypes=HALVES),
         TorchSdpa("efficient", "EFFICIENT_ATTENTION", dtypes=(*HALVES, "float32")),
+        Flex(),
         TorchSdpa("sdpa", None, devices=("cuda", "cpu")),
     )
 }

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from measure import Measurement
-from workloads import Workload, from_fields
+from workloads import PASSES, Workload, from_fields
 
 Record = dict[str, Any]
 KEYS = (
     "provider", "provider_version", "kernel", "workload", "direction", "dtype", "batch", "q_len",
-    "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "dropout", "bias", "window", "tile",
-    "device_ms", "tflops", "gbps", "max_error", "peak_bytes", "allowed_bytes", "moved_bytes",
-    "read_bytes", "written_bytes", "note", "gpu", "commit", "date",
+    "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "dropout", "bias", "window", "mask",
+    "tile", "device_ms", "tflops", "gbps", "max_error", "peak_bytes", "allowed_bytes", "kept_bytes",
+    "moved_bytes", "read_bytes", "written_bytes", "note", "gpu", "commit", "date",
 )
 # What records hold that were made before the key was.
 MISSING: Record = {**dict.fromkeys(KEYS), "dropout": 0.0, "bias": False}
@@ -55,7 +55,7 @@ def make_record(
     record["device_ms"] = _rounded(found.device_ms, 5)
     record["max_error"] = _rounded(found.max_error, 3)
     record["tflops"] = record["gbps"] = None
-    if found.device_ms and direction not in ("call", "compile"):
+    if found.device_ms and direction in PASSES:
         seconds = found.device_ms * 1e-3
         record["tflops"] = _rounded(workload.flops(direction) / seconds * 1e-12, 4)
         record["gbps"] = _rounded(workload.bytes_moved(direction) / seconds * 1e-9, 4)

@@ -44,7 +44,7 @@ def draw_plots(path: Path, suite: Suite, output: Path) -> list[Path]:
     drawn = []
     for n, quantity in enumerate(suite.shown):
         target = output / (path.stem + ("" if n == 0 else f"-{quantity.key}") + ".svg")
-        if plots.draw(records, quantity, target):
+        if plots.draw(records, quantity, target, suite.over):
             drawn.append(target)
     return drawn
 

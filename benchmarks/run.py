@@ -24,6 +24,7 @@ import page
 import providers
 import record
 import traffic
+from building import Building
 from measure import Measurement, Subject, measure, measure_in_process
 from provider import Provider, Skipped
 from record import Origin, Record
@@ -107,7 +108,12 @@ def measure_workload(
 ) -> Iterator[tuple[Provider, str, Measurement]]:
     """Measure one workload by every provider, one after the other."""
     wanted = [(p, run.directions(workload, p)) for p in run.providers]
-    if run.suite.method == "process":
+    if run.suite.method == "build":
+        building = Building(workload, run.device)
+        for provider, directions in wanted:
+            for direction in directions:
+                yield provider, direction, attempt(run.device, building.measure, direction)
+    elif run.suite.method == "process":
         for provider, directions in wanted:
             for direction in directions:
                 yield provider, direction, attempt(
@@ -162,7 +168,8 @@ def case_line(found: Record) -> str:
     """Write one record as a line of the log."""
     words = [f"{found['workload']} {found['dtype']} {found['provider']} {found['direction']}:"]
     for key, form in (("device_ms", "{:.4g} ms"), ("tflops", "{:.3g} TFLOP/s"),
-                      ("peak_bytes", "{:,} bytes"), ("moved_bytes", "{:,} bytes moved"),
+                      ("peak_bytes", "{:,} bytes"), ("kept_bytes", "{:,} bytes kept"),
+                      ("moved_bytes", "{:,} bytes moved"),
                       ("max_error", "error {:.2g}"),
                       ("kernel", "{}"), ("note", "{}")):
         if found[key] is not None:

@@ -34,6 +34,7 @@ SPEED = Quantity("tflops", "TFLOP/s", 1.0, True)
 MILLISECONDS = Quantity("device_ms", "ms", 1.0, False)
 MICROSECONDS = Quantity("device_ms", "µs", 1e3, False)
 MEMORY = Quantity("peak_bytes", "MiB", 2.0**-20, False)
+KEPT = Quantity("kept_bytes", "MB", 1e-6, False)
 TRAFFIC = Quantity("moved_bytes", "MiB", 2.0**-20, False)
 
 
@@ -47,8 +48,9 @@ class Suite:
         "cuda" or "cpu".
     method : str
         "time" (of the device's work), "call" (host time of a call), "peak" (memory on the GPU),
-        "process" (time and memory, one process for each case), or "traffic" (bytes to and from
-        the GPU's memory, all cases in one process under ncu).
+        "process" (time and memory, one process for each case), "build" (host time and memory of
+        block masks), or "traffic" (bytes to and from the GPU's memory, all cases in one process
+        under ncu).
     workloads : list of Workload
     providers : tuple of str
         Names in `providers.ALL`. The peers of one workload are measured one after the other.
@@ -56,6 +58,10 @@ class Suite:
     shown : tuple of Quantity
     summaries : tuple of str
         Names in `summaries.ALL`: what is said of the first quantity shown, below its table.
+    over : str
+        What the axis of plots is: "length" or "density".
+    about : str
+        What is said above the table, where the text around its markers does not.
     """
 
     device: str
@@ -65,6 +71,8 @@ class Suite:
     directions: tuple[str, ...] = ("forward", "backward")
     shown: tuple[Quantity, ...] = (SPEED,)
     summaries: tuple[str, ...] = ()
+    over: str = "length"
+    about: str = ""
 
 
 SUITES = {
@@ -103,6 +111,34 @@ SUITES = {
     "memory": Suite(
         "cuda", "peak", workloads.MEMORY, ("cuflash", "plain", "efficient", "fa2"),
         shown=(MEMORY,), summaries=("per_token",),
+    ),
+    "density": Suite(
+        "cuda", "time", workloads.DENSITY, ("cuflash",), shown=(MILLISECONDS,),
+        summaries=("densities",), over="density",
+        about="Blocks drawn at random, bfloat16, one sequence (hidden size 2048; 512 at 64k):",
+    ),
+    "sparse": Suite(
+        "cuda", "time", workloads.SPARSE, ("cuflash", "flex"), shown=(MILLISECONDS,),
+        summaries=("means",),
+        about="Patterns of 16k tokens, hidden size 2048, bfloat16, beside PyTorch's FlexAttention, "
+              "compiled:",
+    ),
+    "long_step": Suite(
+        "cuda", "time", workloads.LONG_STEP, ("cuflash",),
+        directions=("forward", "backward", "both"), shown=(MILLISECONDS,), summaries=("costs",),
+        about="One step of attention over 64k tokens, 8 heads of 64, bfloat16:",
+    ),
+    "long_step_memory": Suite(
+        "cuda", "peak", workloads.LONG_STEP, ("cuflash",),
+        directions=("forward", "backward", "both"), shown=(MEMORY,),
+        about="Its peak of memory beyond the inputs:",
+    ),
+    "block_lists": Suite(
+        "cuda", "build", workloads.BLOCK_LISTS, ("cuflash",),
+        directions=("mask", "lists", "transposed"), shown=(MILLISECONDS, KEPT),
+        summaries=("built",),
+        about="Making a block mask of 64k tokens for 16 heads, and its lists for both directions, "
+              "until the GPU is done:",
     ),
     "smoke": Suite(
         "cpu", "time", workloads.SMOKE, ("cuflash", "plain", "plain-torch", "sdpa"),

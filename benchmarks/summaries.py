@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from statistics import geometric_mean
 
+from patterns import Random
 from record import Record, workload_of
 from suites import Quantity
 from tables import (
     LABELS,
+    NOTHING,
     SUBJECT,
     by_workload,
     cell,
@@ -24,8 +27,11 @@ from tables import (
 )
 from workloads import Workload, length_label, options_label
 
-# How many times the time without the option it may take; a window, the time of its tiles.
+# How many times the time without the option it may take; a window, the time of its tiles; a block
+# mask, so many times that of its density, and a launch's time more.
 GOALS = {"dropout": 1.25, "bias": 1.5}
+SPARSE_GOAL, SPARSE_GOAL_MS, ALL_BLOCKS_GOAL = 1.15, 0.02, 1.03
+LISTS_GOAL_MS, LISTS_GOAL_MB = 5.0, 64.0
 
 Rows = dict[tuple[str, str], Record]  # of one workload, by provider and direction
 
@@ -132,13 +138,12 @@ def _workload(rows: Rows) -> Workload:
 
 
 def _has_options(rows: Rows) -> bool:
-    workload = _workload(rows)
-    return bool(options_label(workload.dropout, workload.bias, workload.window))
+    return bool(options_label(_workload(rows)))
 
 
 def _bare(rows: Rows) -> Workload:
     """Take the options and the name away: what is left tells which workloads to compare."""
-    return replace(_workload(rows), name="", dropout=0.0, bias=False, window=None)
+    return replace(_workload(rows), name="", dropout=0.0, bias=False, window=None, mask=None)
 
 
 def _share(
@@ -151,6 +156,8 @@ def _share(
 def _goal(rows: Rows, base: Rows, direction: str) -> float | None:
     """Find what an option may cost; a window, by the tiles of cuflash's kernel."""
     workload = _workload(rows)
+    if workload.mask:
+        return _most_of_dense(workload.visible_share, base.get((SUBJECT, direction)))
     if not workload.window:
         return GOALS["dropout" if workload.dropout else "bias"]
     counts = []
@@ -162,6 +169,66 @@ def _goal(rows: Rows, base: Rows, direction: str) -> float | None:
     return counts[0] / counts[1]
 
 
+def _most_of_dense(share: float, dense: Record | None) -> float | None:
+    """Find the share of the dense time that a block mask may take."""
+    if dense is None or not dense["device_ms"]:
+        return None
+    if share == 1:
+        return ALL_BLOCKS_GOAL
+    return SPARSE_GOAL * share + SPARSE_GOAL_MS / dense["device_ms"]
+
+
+def densities(records: list[Record], quantity: Quantity) -> str:
+    """Write the time of drawn blocks over that of the density, how many hold the aim, the worst."""
+    directions = ordered(r["direction"] for r in records)
+    groups = _rows(records).values()
+    dense = {_bare(rows): rows for rows in groups if not _has_options(rows)}
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    excess: dict[str, float] = {}  # of the time over the aim
+    for rows in groups:
+        workload, base = _workload(rows), dense.get(_bare(rows))
+        if not isinstance(workload.mask, Random) or base is None:
+            continue
+        share, cells = workload.visible_share, []
+        for direction in directions:
+            taken = _share(rows, base, SUBJECT, direction, quantity)
+            most = _goal(rows, base, direction)
+            cells.append(None if taken is None else taken / share)
+            if taken is not None and most is not None:
+                excess[f"{workload.name} {short(direction)}"] = taken / most
+        name = (str(workload.head_dim), length_label(workload.q_len), str(workload.mask.block_size))
+        density = str(Fraction(workload.mask.density))
+        lines.setdefault(name, {})[density] = cell(cells)
+    if not excess:
+        return ""
+    columns = ordered(density for cells_of in lines.values() for density in cells_of)
+    head = ["head_dim", "length", "block", *columns]
+    body = [[*name, *(found.get(one, NOTHING) for one in columns)] for name, found in lines.items()]
+    worst = max(excess, key=lambda name: excess[name])
+    held = sum(one <= 1 for one in excess.values())
+    return (
+        f"Time over density times the time without a mask, {short(*directions)}:\n\n"
+        f"{markdown(head, body)}\n\n"
+        f"At most {SPARSE_GOAL} of density times dense and {SPARSE_GOAL_MS * 1e3:.0f} µs, and "
+        f"{ALL_BLOCKS_GOAL} of dense at density 1: held by {held} of {len(excess)}; the worst, "
+        f"{worst}, takes {number(excess[worst])} of that."
+    )
+
+
+def built(records: list[Record], quantity: Quantity) -> str:
+    """Write what the lists of both directions take together."""
+    parts = []
+    for rows in by_workload(records).values():
+        found = [r for r in rows if r["direction"] != "mask" and r["device_ms"] is not None]
+        if found:
+            time, size = (sum(r[key] for r in found) for key in ("device_ms", "kept_bytes"))
+            label = options_label(workload_of(rows[0]))
+            parts.append(f"{label}: {number(time)} ms, {number(size * 1e-6)} MB")
+    aim = f"at most {LISTS_GOAL_MS:g} ms and {LISTS_GOAL_MB:g} MB wanted"
+    return f"The lists of both directions together ({aim}): {'; '.join(parts)}." if parts else ""
+
+
 ALL: dict[str, Callable[[list[Record], Quantity], str]] = {
     "means": means, "lead": lead, "per_token": per_token, "costs": costs,
+    "densities": densities, "built": built,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from record import Record
+from record import Record, workload_of
 from suites import Quantity
 from workloads import length_label, mask_label, options_label
 
@@ -16,7 +16,7 @@ LABELS: dict[str, Any] = {
     "head_dim": lambda r: str(r["head_dim"]),
     "mask": lambda r: mask_label(r["causal"]),
     "heads per key head": lambda r: str(r["q_heads"] // r["kv_heads"]),
-    "options": lambda r: options_label(r["dropout"], r["bias"], r["window"]) or NOTHING,
+    "options": lambda r: options_label(workload_of(r)) or NOTHING,
     "queries": lambda r: length_label(r["q_len"]),
     "keys": lambda r: length_label(r["kv_len"]),
     "length": lambda r: length_label(r["kv_len"]),

@@ -10,7 +10,7 @@ one keeps the providers honest, and compares versions through ``--benchmark-comp
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,47 @@ import inputs
 import machine
 import numpy as np
 import page
+import patterns
 import plain
 import plots
 import providers
 import pytest
 import record
 import report
+import run
 import summaries
 import tables
 from measure import Measurement, Subject
+from patterns import Pattern
 from provider import Provider, Skipped
 from suites import MEMORY, MILLISECONDS, SPEED, SUITES
-from workloads import FLOAT32, OPTIONS, PAPERS, SMOKE, Workload, from_fields, optional, square
+from torch_providers import flex_mask
+from workloads import (
+    BLOCK_LISTS,
+    DENSITY,
+    FLOAT32,
+    LONG_STEP,
+    OPTIONS,
+    PAPERS,
+    SMOKE,
+    SPARSE,
+    Workload,
+    from_fields,
+    masked,
+    optional,
+    square,
+)
 
 ROUNDS = 5
 LARGEST_ERROR = 1e-5  # float32, against rows in float64
 
+PATTERNS = [
+    patterns.Random(density=0.25, block_size=32), patterns.Butterfly(block_size=32),
+    patterns.BigBird(heads=2, block_size=32), patterns.Documents(count=5, block_size=32),
+    patterns.SlidingWindow(window=(40, 3), block_size=32),
+    patterns.Longformer(window=(20, 4), global_tokens=3, block_size=32),
+    patterns.HeadWindows(heads=2, step=16, block_size=32),
+]  # fmt: skip
 PLACES = [
     pytest.param(device, provider, id=f"{device}-{provider.name}")
     for device in ("cpu", "cuda")
@@ -111,6 +136,9 @@ def test_visible_keys_agree_with_the_matrix(workload: Workload) -> None:
     w = workload
     seen = plain.visible(np, w)
     seen = np.ones((w.q_len, w.kv_len), bool) if seen is None else seen
+    if w.mask is not None:
+        assert w.visible_share == pytest.approx(seen.mean())
+        return
     for i in range(w.q_len):
         assert np.flatnonzero(seen[i]).tolist() == list(w.visible_keys(i))
     tiles = [seen[m : m + 48, n : n + 32].any()
@@ -126,6 +154,39 @@ def test_options_count() -> None:
     assert window.flops("forward") == pytest.approx(4 * seen * 64)
     assert bias.bytes_moved("both") == base.bytes_moved("both") + 2 * 4 * 1024 * 1024
     assert bias.flops("both") == 3.5 * base.flops("forward")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+def test_a_pattern_says_the_same_everywhere(pattern: Pattern) -> None:
+    length = 200  # no multiple of the blocks
+    h, i, j = np.ogrid[: pattern.heads, :length, :length]
+    seen = pattern.visible(length)(h, i, j)
+    np.testing.assert_array_equal(pattern.make(length, np).to_dense()[0], seen)
+    assert pattern.share(length) == pytest.approx(seen.mean())
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+def test_flex_sees_the_same_pattern(pattern: Pattern) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    subject = Subject.of(masked(square("x", 1, 192, 2, 32, "float32", False), pattern), "cpu")
+    q, k, v = (torch.from_numpy(x).transpose(1, 2)
+               for x in (subject.inputs.q, subject.inputs.k, subject.inputs.v))
+    mask = flex_mask(subject.inputs.workload, "cpu")
+    seen = pattern.visible(192)(*np.ogrid[: pattern.heads, :192, :192])
+    present = seen.reshape(-1, 6, 32, 6, 32).any(axis=(2, 4))
+    np.testing.assert_array_equal(mask.to_dense()[0].numpy() != 0, present)
+    out = flex_attention(q, k, v, block_mask=mask)  # eager: it needs no compiler
+    for (b, h, i), row in zip(subject.positions, subject.out_rows):
+        np.testing.assert_allclose(out[b, h, i].numpy(), row, atol=LARGEST_ERROR)
+
+
+def test_a_density_is_the_share_of_blocks() -> None:
+    for workload in DENSITY:
+        if workload.mask:
+            assert isinstance(workload.mask, patterns.Random)
+            assert workload.visible_share == pytest.approx(workload.mask.density)
 
 
 def test_plain_with_cuflash_dropout_is_the_truth() -> None:
@@ -172,7 +233,7 @@ def _record(
 
 
 def test_a_workload_survives_json() -> None:
-    for workload in (*SMOKE, *OPTIONS):
+    for workload in (*SMOKE, *OPTIONS, *SPARSE, *BLOCK_LISTS):
         assert from_fields(json.loads(json.dumps(asdict(workload)))) == workload
         found = json.loads(json.dumps(_record("cuflash", 1.0, workload=workload)))
         assert record.workload_of(found) == workload
@@ -181,7 +242,8 @@ def test_a_workload_survives_json() -> None:
 def test_records_from_before_the_options_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a-gpu-float32.json"
     old = _record("cuflash", 2.0)
-    for key in ("dropout", "bias", "window", "tile", "moved_bytes", "read_bytes", "written_bytes"):
+    for key in ("dropout", "bias", "window", "mask", "tile", "kept_bytes", "moved_bytes",
+                "read_bytes", "written_bytes"):  # fmt: skip
         del old[key]
     path.write_text(json.dumps([old]))
     assert record.load(path) == [_record("cuflash", 2.0)]
@@ -241,6 +303,41 @@ def test_costs_compare_with_the_same_without_the_option() -> None:
     assert sum(line.endswith("| window (256, 0) | 0.05 | 0.0461 |") for line in lines) == 2
 
 
+def test_densities_tell_the_worst_cell() -> None:
+    """Dense takes 1 ms; all blocks 1% more, half of them as much as is allowed, a quarter 1 ms."""
+    some = [w for w in DENSITY if w.name.startswith("density-d64-4k")][:4]
+    records = [_record("cuflash", ms, workload=w) for w, ms in zip(some, (1, 1.01, 0.595, 1))]
+    lines = summaries.densities(records, MILLISECONDS).splitlines()
+    assert lines[2] == "| head_dim | length | block | 1 | 1/2 | 1/4 |"
+    assert lines[4] == "| 64 | 4k | 128 | 1.01 | 1.19 | 4 |"
+    assert "held by 2 of 3; the worst, density-d64-4k-b128-1/4 fwd, takes 3.25 of" in lines[-1]
+    assert summaries.densities(records[:1], MILLISECONDS) == ""
+
+
+def test_costs_of_a_mask_go_by_its_density() -> None:
+    records = [_record("cuflash", ms, workload=w) for w, ms in zip(LONG_STEP, (10, 1))]
+    share = 10 / 512  # each of 512 rows of blocks has its own and nine others
+    line = summaries.costs(records, MILLISECONDS).splitlines()[-1]
+    assert line.endswith(f"| 0.1 | {1.15 * share + 0.002:.3g} |")
+
+
+def test_built_adds_both_lists() -> None:
+    records = [_record("cuflash", ms, direction, BLOCK_LISTS[0], kept_bytes=10**6)
+               for direction, ms in (("mask", 9.0), ("lists", 1.0), ("transposed", 1.5))]
+    said = summaries.built(records, MILLISECONDS)
+    assert said.endswith("wanted): bigbird, blocks of 128: 2.5 ms, 2 MB.")
+
+
+def test_building_counts_shared_words_once() -> None:
+    workload = replace(BLOCK_LISTS[1], q_len=1024, kv_len=1024)
+    chosen = run.Run(SUITES["block_lists"], "cpu", (), (providers.ALL["cuflash"],))
+    mask, lists, transposed = (found for *_, found in run.measure_workload(chosen, workload))
+    assert all(found.device_ms for found in (mask, lists, transposed))
+    assert mask.kept_bytes and lists.kept_bytes and transposed.kept_bytes
+    words = lists.kept_bytes - transposed.kept_bytes  # the mask is symmetric, but for them
+    assert words == mask.kept_bytes - 16 * 8 * 8
+
+
 def test_memory_per_token() -> None:
     records = [_record("cuflash", None, workload=w, peak_bytes=100 * w.q_len + extra)
                for w, extra in zip(SUITES["memory"].workloads[:2], (0, 2048))]
@@ -253,10 +350,11 @@ def test_every_suite_has_text_and_plots(suite: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = SUITES[suite]
     records = [
-        _record(name, 1.0, direction, workload, peak_bytes=2**20, moved_bytes=2**20)
+        _record(name, 1.0, direction, workload, peak_bytes=2**20, kept_bytes=2**20,
+                moved_bytes=2**20)
         for workload in shown.workloads
         for name in shown.providers
         for direction in shown.directions
     ]
     assert "commit c0ffee" in page.suite_text(records, shown)
-    assert plots.draw(records, shown.shown[0], tmp_path / "plot.svg")
+    assert plots.draw(records, shown.shown[0], tmp_path / "plot.svg", shown.over)

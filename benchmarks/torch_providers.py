@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import machine
@@ -108,6 +109,8 @@ class TorchSdpa(TorchProvider):
     def _obstacle(self, w: Workload) -> str | None:
         if w.dtype not in self.dtypes:
             return f"{self.name} takes no {w.dtype}"
+        if w.mask:
+            return f"{self.name} takes no block mask"
         if w.window:
             return "PyTorch has no window"
         if w.bias and self.backend not in WITH_BIAS:
@@ -153,13 +156,70 @@ class PlainTorch(TorchProvider):
         return attend
 
 
+class Flex(TorchProvider):
+    """FlexAttention, compiled, with the block mask of the workload.
+
+    Its forward is that of training, so that one compilation serves both directions.
+    """
+
+    name = "flex"
+    devices = ("cuda",)
+    dtypes = HALVES
+
+    def __init__(self) -> None:
+        self._compiled: tuple[Workload, Callable[[Any, Any, Any], Any]] | None = None
+
+    def missing(self) -> str | None:
+        reason = torch_missing()
+        if reason is None and find_spec("triton") is None:
+            return "FlexAttention is compiled by triton, which is not here"
+        return reason
+
+    def active(self) -> AbstractContextManager[Any]:
+        from torch._functorch import config
+
+        return config.patch(donated_buffer=False)  # the graph is kept for a second backward
+
+    def kernel(self) -> str:
+        return "flex_attention"
+
+    def load(self, inputs: Inputs) -> Any:
+        *leaves, dout = super().load(inputs)
+        return *(x.requires_grad_() for x in leaves), dout
+
+    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        w = inputs.workload
+        if w.mask is None:
+            raise Skipped("flex is measured with block masks only")
+        if w.bias or w.dropout or w.q_heads != w.kv_heads:
+            raise Skipped("flex is measured without other options")
+        if self._compiled is None or self._compiled[0] != w:
+            torch.compiler.reset()  # after some recompilations it would run uncompiled
+            mask = flex_mask(w, inputs.device)
+            attend = torch.compile(flex_attention, dynamic=False)
+            self._compiled = w, lambda q, k, v: attend(q, k, v, block_mask=mask)
+        return self._compiled[1]
+
+
+def flex_mask(workload: Workload, device: str) -> Any:
+    """Make FlexAttention's block mask, by the predicate of the pattern."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w, mask = workload, workload.mask
+    assert mask is not None
+    visible = mask.visible(w.q_len, lambda table: torch.from_numpy(table).to(device))
+    heads = None if mask.heads == 1 else mask.heads
+    return create_block_mask(lambda b, h, i, j: visible(h, i, j), None, heads, w.q_len, w.kv_len,
+                             device=device, BLOCK_SIZE=mask.block_size)
+
+
 def hidden_scores(inputs: Inputs) -> Any:
     """Make the (q_len, kv_len) tensor that is True where a score is hidden, or None."""
-    if inputs.device == "cuda":
-        import cupy as xp
-    else:
-        xp = np
-    visible = plain.visible(xp, inputs.workload)
+    visible = plain.visible(machine.array_library(inputs.device), inputs.workload)
     return None if visible is None else to_torch(~visible, inputs)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
+
+import patterns
+from patterns import BigBird, Butterfly, HeadWindows, Longformer, Pattern, Random
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PAPER_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -12,6 +16,7 @@ PAPER_HEAD_DIMS = (64, 128, 256)
 PAPER_TOKENS = 16384
 PAPER_HIDDEN = 2048
 GRADIENTS = ("backward", "both")  # the directions whose result is gradients
+PASSES = ("forward", *GRADIENTS)  # the directions that compute attention
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Workload:
         A dense bias of shape (1, q_heads, q_len, kv_len) and of this dtype is added to the scores.
     window : (left, right) or None
         So many keys to the left and to the right of its own are visible to a query.
+    mask : Pattern or None
+        A block mask, of equal lengths, and without causal and window.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Workload:
     dropout: float = 0.0
     bias: bool = False
     window: tuple[int, int] | None = None
+    mask: Pattern | None = None
 
     @property
     def q_size(self) -> int:
@@ -70,7 +78,7 @@ class Workload:
         return self.batch * self.q_heads * self.q_len * (8 if self.dtype == "float64" else 4)
 
     def visible_keys(self, i: int) -> range:
-        """Keys that query i sees."""
+        """Keys that query i sees by causal and window."""
         own = i + self.kv_len - self.q_len
         left, right = self.window or (self.kv_len + self.q_len,) * 2
         last = own if self.causal else own + right
@@ -79,6 +87,8 @@ class Workload:
     @property
     def visible_share(self) -> float:
         """Share of the scores that are visible; one half if causal, as the papers count."""
+        if self.mask is not None:
+            return self.mask.share(self.q_len)
         if self.window is None:
             return 0.5 if self.causal else 1.0
         seen = sum(len(self.visible_keys(i)) for i in range(self.q_len))
@@ -133,8 +143,8 @@ def square(
 
 def from_fields(fields: Mapping[str, Any]) -> Workload:
     """Make a workload of its fields as JSON gives them back."""
-    window = fields["window"]
-    return Workload(**{**fields, "window": window and tuple(window)})
+    window, mask = fields["window"], patterns.from_fields(fields["mask"])
+    return Workload(**{**fields, "window": window and tuple(window), "mask": mask})
 
 
 def length_label(length: int) -> str:
@@ -147,11 +157,12 @@ def mask_label(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
-def options_label(dropout: float, bias: bool, window: Iterable[int] | None) -> str:
+def options_label(w: Workload) -> str:
     """Name the options; empty if there are none."""
-    names = [f"dropout {dropout:g}"] if dropout else []
-    names += ["bias"] if bias else []
-    names += [f"window {tuple(window)}"] if window else []
+    names = [f"dropout {w.dropout:g}"] if w.dropout else []
+    names += ["bias"] if w.bias else []
+    names += [f"window {w.window}"] if w.window else []
+    names += [f"{w.mask.label}, blocks of {w.mask.block_size}"] if w.mask else []
     return ", ".join(names)
 
 
@@ -216,6 +227,42 @@ def options() -> list[Workload]:
     ]
 
 
+def densities() -> list[Workload]:
+    """Make dense workloads, each beside the same with fewer and fewer blocks."""
+    made = []
+    for length, hidden, sizes in ((4096, 2048, (128,)), (16384, 2048, (128, 64)),
+                                  (65536, 512, (128, 64))):  # fmt: skip
+        for head_dim in (64, 128):
+            name = f"density-d{head_dim}-{length_label(length)}"
+            base = square(name, 1, length, hidden // head_dim, head_dim, "bfloat16", False)
+            made.append(base)
+            made += [
+                replace(base, name=f"{name}-b{size}-{Fraction(1, 2**n)}",
+                        mask=Random(density=2.0**-n, block_size=size))
+                for size in sizes for n in range(7)
+            ]
+    return made
+
+
+def sparse() -> list[Workload]:
+    """Make patterns of one sequence of 16k tokens; those with global tokens in one size only."""
+    common: list[Pattern] = [
+        patterns.SlidingWindow(window=(1024, 0)), patterns.Documents(count=16), Butterfly(),
+    ]  # fmt: skip
+    rows: list[Pattern] = [Longformer(window=(256, 256), global_tokens=64), BigBird()]
+    return [
+        masked(square(f"sparse-d{head_dim}", 1, 16384, 2048 // head_dim, head_dim, "bfloat16",
+                      False), mask)
+        for head_dim, chosen in ((64, common + rows), (128, common))
+        for mask in chosen
+    ]
+
+
+def masked(workload: Workload, mask: Pattern) -> Workload:
+    """Add a block mask to a workload, and the name of its pattern to its name."""
+    return replace(workload, name=f"{workload.name}-{mask.name}", mask=mask)
+
+
 FLOAT32 = papers("float32", lengths=(2048, 8192))
 FLOAT64 = papers("float64", lengths=(2048,), head_dims=(64, 128))
 CPU = one_sequence("cpu", (1024, 4096, 16384), 8, (False, True))
@@ -236,12 +283,24 @@ GPT2 = [
 TRAFFIC = papers(
     "bfloat16", PAPER_LENGTHS[1:], (64, 128), (False,), tokens=65536, prefix="traffic"
 )
+DENSITY = densities()
+SPARSE = sparse()
+_LONG_STEP = square("long-step", 1, 65536, 8, 64, "bfloat16", False)
+LONG_STEP = [_LONG_STEP, masked(_LONG_STEP, Butterfly())]
+BLOCK_LISTS = [
+    masked(square("lists-64k", 1, 65536, 16, 64, "bfloat16", False), mask)
+    for mask in (BigBird(heads=16), HeadWindows(heads=16, step=128))
+]
 _SMOKE = square("smoke-192-causal", 1, 192, 4, 32, "float32", True)
+_SMOKE_BLOCKS = square("smoke-176", 1, 176, 4, 32, "float32", False)
 SMOKE = [
+    _SMOKE_BLOCKS,
     square("smoke-128-full", 2, 128, 4, 64, "float32", False),
     _SMOKE,
     optional(_SMOKE, dropout=0.1),
     optional(_SMOKE, bias=True),
     optional(_SMOKE, window=(48, 0)),
+    masked(_SMOKE_BLOCKS, Random(density=0.5, block_size=32)),
+    masked(_SMOKE_BLOCKS, Longformer(window=(20, 4), global_tokens=3, block_size=32)),
     Workload("smoke-grouped", 1, 64, 160, 4, 2, 64, "float32", False),
 ]

@@ -7,11 +7,13 @@
 """
 
 from cuflash._attention import attention, attention_backward, dropout_mask, explain, merge_states
+from cuflash._blockmask import BlockMask
 from cuflash._dropout import new_seed
 from cuflash._execute import Gradients
 from cuflash._version import __version__
 
 __all__ = [
+    "BlockMask",
     "Gradients",
     "__version__",
     "attention",

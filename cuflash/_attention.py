@@ -46,8 +46,9 @@ def attention(
     window : (left, right), optional
         Query i sees keys from ``i + off - left`` to ``i + off + right``, both included, with the
         offset `off` of `causal` (kv_len - q_len unless "top-left"). None leaves an end open.
-    mask : bool array, optional
-        True where a key is visible; broadcastable to (batch, q_heads, q_len, kv_len).
+    mask : bool array or BlockMask, optional
+        True where a key is visible; broadcastable to (batch, q_heads, q_len, kv_len). A
+        :class:`BlockMask` makes time and memory traffic fall with the blocks that are present.
     bias : floating array, optional
         Added to the scaled (and capped) scores; broadcastable like `mask`.
     alibi_slopes : (q_heads,) or (batch, q_heads) array, optional
@@ -228,7 +229,7 @@ def dropout_mask(
     seed : int
         In [0, 2^64).
     like : array or module, optional
-        A CuPy array, or the module ``cupy``: the mask is made on its GPU. Else by NumPy.
+        A CUDA array, or the module ``cupy``: the mask is made on its GPU. Else by NumPy.
 
     Returns
     -------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuflash import _explain, _interop, _launch, reference
+from cuflash._blockmask import BlockMask
 from cuflash._device import Device, device
 from cuflash._dropout import new_seed
 from cuflash._dtypes import ELEMENT_TYPES
@@ -84,34 +86,41 @@ def _prepare(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> _Call:
             raise reject(ValueError, "q, k and v must have the same number of axes", shapes)
         q, k, v = q[None], k[None], v[None]
 
-    arrays = {}
+    arrays, blocks = {}, None
+    if isinstance(options["mask"], BlockMask):
+        blocks = options["mask"]
+        _interop.same_place("mask", blocks.states, q, "q (mask.to(q) moves it)")
     for name in ("mask", "bias", "alibi_slopes", "sinks"):
         array = options[name]
-        if array is not None:
+        if array is not None and array is not blocks:
             arrays[name] = _interop.same_place(name, _interop.native(name, array), q)
     problem = describe(
         _signature(q), _signature(k), _signature(v),
         causal=options["causal"], window=options["window"],
         softcap=options["softcap"], scale=options["scale"], dropout=options["dropout"],
-        precision=options["precision"],
+        precision=options["precision"], blocks=None if blocks is None else blocks.signature,
         **{name: _signature(array) for name, array in arrays.items()},
     )  # fmt: skip
-    return _Call(problem, q, k, v, _extras(problem, arrays, options), arrays, three_axes, like)
+    if blocks is not None and blocks.hides_nothing:
+        problem, blocks = replace(problem, blocks=None), None
+    extras = _extras(problem, arrays, blocks, options["seed"])
+    return _Call(problem, q, k, v, extras, arrays, three_axes, like)
 
 
-def _extras(problem: Problem, arrays: dict[str, Any], options: Mapping[str, Any]) -> Extras:
-    seed = options["seed"]
+def _extras(
+    problem: Problem, arrays: dict[str, Any], blocks: BlockMask | None, seed: Any
+) -> Extras:
     if seed is not None:
         seed = checked_seed(seed)
     elif problem.dropout:
         seed = new_seed()
     if not arrays:
-        return Extras(seed=seed or 0)
+        return Extras(seed=seed or 0, blocks=blocks)
     found = {
         name: array[(None,) * (4 - array.ndim)] if name in ("mask", "bias") else array
         for name, array in arrays.items()
     }
-    return Extras(**found, seed=seed or 0)
+    return Extras(**found, seed=seed or 0, blocks=blocks)
 
 
 def attention(
@@ -182,13 +191,12 @@ def attention_backward(
 def dropout_mask(sizes: tuple[int, int, int, int], dropout: float, seed: Any, like: Any) -> Any:
     """The keep mask, by NumPy or on the GPU of `like`."""
     problem, seed = describe_scores(sizes, dropout), checked_seed(seed)
-    if getattr(like, "__name__", None) == "cupy":
-        return _launch.dropout_mask(problem, seed, like.cuda.Device().id)
-    if like is None or like is np or isinstance(like, np.ndarray):
-        return reference.dropout_mask(problem, seed)
-    if not _interop.is_cupy(like):
-        raise reject(TypeError, "like must be a NumPy or CuPy array, or one of the modules", like)
-    return _launch.dropout_mask(problem, seed, _interop.device_index(like))
+    with _interop.place(like) as xp:
+        if xp is np:
+            mask = reference.dropout_mask(problem, seed)
+        else:
+            mask = _launch.dropout_mask(problem, seed, xp.cuda.Device().id)
+    return _interop.answer(mask, like)
 
 
 def explain(
@@ -196,7 +204,8 @@ def explain(
 ) -> _explain.Explanation:
     """How a call would run, here or on a GPU of another architecture."""
     call = _prepare(q, k, v, options)
+    density = call.extras.blocks.density if call.problem.blocks else 1.0
     if arch is not None:
-        return _explain.explain(call.problem, Device.of_arch(arch))
+        return _explain.explain(call.problem, Device.of_arch(arch), density)
     found = device(_interop.device_index(call.q)) if call.on_gpu else None
-    return _explain.explain(call.problem, found)
+    return _explain.explain(call.problem, found, density)

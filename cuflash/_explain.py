@@ -27,11 +27,14 @@ class Explanation:
         The GPU; None on the CPU.
     plans : tuple of Plan
         The launches, the forward pass first, then the backward pass.
+    density : float
+        Share of the blocks of a block mask that are present; 1 without one.
     """
 
     problem: Problem
     device: Device | None
     plans: tuple[_plan.Plan, ...] = ()
+    density: float = 1.0
 
     @cached_property
     def builds(self) -> tuple[_compile.Build, ...]:
@@ -62,11 +65,14 @@ class Explanation:
         """Bytes between chip and memory in the forward pass: keys once for each tile of queries."""
         rows, keys = _rows_and_keys(self.problem)
         block_m = int(self.plans[0].constant("BLOCK_M")) if self.plans else 256
-        passes = max(1.0, self.problem.q_len / block_m * _visible_share(self.problem))
+        seen = min(self.density, _visible_share(self.problem))
+        passes = max(1.0, self.problem.q_len / block_m * seen)
         return round(rows + keys * passes)
 
     def __str__(self) -> str:
         lines = [("problem", _sentence(self.problem))]
+        if self.problem.blocks:
+            lines.append(("mask", f"block mask, {self.density:.1%} of the blocks present"))
         if self.device is None:
             lines.append(("device", "CPU: cuflash.reference, tile by tile in NumPy"))
         else:
@@ -79,15 +85,15 @@ class Explanation:
         return "\n".join(f"{label:9}{text}" for label, text in lines)
 
 
-def explain(problem: Problem, device: Device | None) -> Explanation:
+def explain(problem: Problem, device: Device | None, density: float = 1.0) -> Explanation:
     """Plans a problem for arrays with aligned, contiguous rows."""
     if device is None:
-        return Explanation(problem, None)
+        return Explanation(problem, None, density=density)
     bits = row_bits(problem)
     vector = (bits & -bits) // ELEMENT_TYPES[problem.dtype].size
     forward = _plan.forward(problem, device, vector)
     plans = (forward, *_plan.backward(problem, device, vector, False, None))
-    return Explanation(problem, device, plans)
+    return Explanation(problem, device, plans, density)
 
 
 def _sentence(problem: Problem) -> str:

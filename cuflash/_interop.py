@@ -7,6 +7,8 @@ out; in between everything runs on CuPy's current stream.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +108,41 @@ def answer(array: Any, like: Any) -> Any:
 def device_index(array: Any) -> int:
     """Index of the GPU that a CuPy array lies on; -1 for a NumPy array."""
     return -1 if isinstance(array, np.ndarray) else array.data.device_id
+
+
+def module_of(array: Any) -> Any:
+    """The module numpy or cupy, as an array of one of the two has it."""
+    return np if isinstance(array, np.ndarray) else cupy_module()
+
+
+@contextmanager
+def place(like: Any) -> Iterator[Any]:
+    """The module numpy or cupy, with the device current where new arrays belong.
+
+    `like` is None (the CPU), an array of any library, or one of the two modules.
+    """
+    if like is None or like is np:
+        yield np
+    elif getattr(like, "__name__", None) == "cupy":
+        yield like
+    else:
+        array = native("like", like)
+        if isinstance(array, np.ndarray):
+            yield np
+        else:
+            with array.device:
+                yield cupy_module()
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The values of a NumPy or CuPy array as a NumPy array; waits for the GPU."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def wait_for(array: Any) -> None:
+    """Waits until what was asked of an array's device on the current stream is done."""
+    if not isinstance(array, np.ndarray):
+        cupy_module().cuda.get_current_stream().synchronize()
 
 
 def same_place(name: str, array: Any, first: Any, what: str = "q") -> Any:

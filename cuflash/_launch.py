@@ -12,6 +12,7 @@ from cuflash._interop import aligned, cupy_module, device_index
 from cuflash._params import Arrays, pack
 from cuflash._plan import Plan
 from cuflash._problem import Extras, Problem
+from cuflash._sparse import with_lists
 
 _HERE = nullcontext()
 
@@ -37,7 +38,7 @@ def _contiguous(array: Any, dtype: str | None = None) -> Any:
 
 def _extra_arrays(problem: Problem, extras: Extras) -> dict[str, Any]:
     """The arrays of a call beside q, k and v, fit for kernels."""
-    mask, bias, slopes, sinks, _ = extras
+    mask, bias, slopes, sinks = extras.mask, extras.bias, extras.alibi_slopes, extras.sinks
     compute = ELEMENT_TYPES[problem.dtype].compute
     if slopes is not None:
         shape = (problem.batch, problem.q_heads)
@@ -73,8 +74,19 @@ def attention(
         if vector == 0:
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
             parameters, vector = pack(problem, arrays, extras.seed)
-        _launch(_plan.forward(problem, device(index), vector), parameters, index)
+        plan = _plan.forward(problem, device(index), vector)
+        if extras.blocks is None:
+            _launch(plan, parameters, index)
+        else:
+            _launch_with_blocks(problem, arrays, plan, extras)
     return out, lse
+
+
+def _launch_with_blocks(problem: Problem, arrays: Arrays, plan: Plan, extras: Extras) -> None:
+    plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
+    parameters, _ = pack(problem, arrays, extras.seed, counts)
+    for each in plans:
+        _launch(each, parameters, device_index(arrays.q))
 
 
 def attention_backward(
@@ -103,7 +115,7 @@ def attention_backward(
             dsinks=empty(problem.q_heads, element.compute) if problem.sinks else None,
             **extra,
         )  # fmt: skip
-        _run_backward(problem, arrays, extras.seed)
+        _run_backward(problem, arrays, extras)
         dsinks = arrays.dsinks
         if dsinks is not None:
             dsinks = dsinks.astype(extras.sinks.dtype, copy=False)
@@ -131,13 +143,16 @@ def _sums_size(problem: Problem) -> int:
     return problem.batch * problem.q_heads * rows * problem.head_dim
 
 
-def _run_backward(problem: Problem, arrays: Arrays, seed: int) -> None:
+def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     index = device_index(arrays.q)
-    parameters, vector = pack(problem, arrays, seed)
+    parameters, vector = pack(problem, arrays, extras.seed)
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
-        _launch(plan, parameters, index)
+        if plan.has_blocks:
+            _launch_with_blocks(problem, arrays, plan, extras)
+        else:
+            _launch(plan, parameters, index)
 
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:

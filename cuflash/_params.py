@@ -47,11 +47,20 @@ class Arrays(NamedTuple):
     dsinks: Any = None
     sums: Any = None
     kept: Any = None
+    row_offsets: Any = None
+    row_blocks: Any = None
+    column_offsets: Any = None
+    column_blocks: Any = None
+    block_words: Any = None
+    work: Any = None
+    cuts: Any = None
+    partials: Any = None
+    partial_lse: Any = None
 
 
 _STRIDED = Arrays._fields.index("lse")
 _ROWS = Arrays._fields.index("mask")
-_HEAD = struct.Struct(f"<{len(Arrays._fields)}Q20I")  # pointers, and keys of the rounds of Philox
+_HEAD = struct.Struct(f"<{len(Arrays._fields)}Q20I3q")  # pointers, keys of Philox, `shared_out`
 _NO_KEYS = (0,) * 20
 
 
@@ -75,10 +84,13 @@ class Layout:
     dense: bool
 
 
-def pack(problem: Problem, arrays: Arrays, seed: int = 0) -> tuple[np.ndarray, int]:
+def pack(
+    problem: Problem, arrays: Arrays, seed: int = 0, shared_out: tuple[int, int, int] = (0, 0, 0)
+) -> tuple[np.ndarray, int]:
     """The parameters by value, and how many elements one memory access may take.
 
-    The parameters are an array of one element, as CuPy passes structs; `seed` is the dropout's.
+    The parameters are an array of one element, as CuPy passes structs; `seed` is the dropout's;
+    `shared_out` are the works, cuts and splits of a head under a block mask.
     Where not even one element may be accessed, since it lies across its natural boundary, the
     number is 0.
     """
@@ -95,7 +107,7 @@ def pack(problem: Problem, arrays: Arrays, seed: int = 0) -> tuple[np.ndarray, i
     if not layout.dense:
         vector = min(vector, 1)
     keys = chain(*round_keys(seed_key(seed))) if problem.dropout else _NO_KEYS
-    data = _HEAD.pack(*pointers, *keys) + layout.data
+    data = _HEAD.pack(*pointers, *keys, *shared_out) + layout.data
     return np.frombuffer(data, f"V{len(data)}"), vector
 
 
@@ -104,11 +116,12 @@ def _layout(problem: Problem, *described: Described) -> Layout:
     bias = described[Arrays._fields.index("bias")]
     left, right = problem.band
     numbers = struct.pack(
-        "<14q",
+        "<16q",
         problem.batch, problem.q_len, problem.kv_len, problem.q_heads, problem.kv_heads,
         problem.offset, _FAR if left is None else left, _FAR if right is None else right,
         problem.kv_len - problem.q_len,
         *((0, 0, 0, 0) if bias is None else bias[0]), _section_heads(problem),
+        *(problem.blocks or (1, 1))[:2],
     )  # fmt: skip
     kind = "f" if ELEMENT_TYPES[problem.dtype].compute == "float32" else "d"
     reals = struct.pack(
@@ -122,8 +135,8 @@ def _layout(problem: Problem, *described: Described) -> Layout:
 
 
 def _section_heads(problem: Problem) -> int:
-    """Query heads whose keys and values fit in the L2 cache together; 1 without a causal mask."""
-    if problem.band[1] is None:
+    """Query heads whose keys and values fit in the L2 cache together; 1 if all tiles are equal."""
+    if problem.band[1] is None and not problem.blocks:
         return 1
     size = ELEMENT_TYPES[problem.dtype].size
     rows = problem.batch * problem.kv_len * problem.kv_heads

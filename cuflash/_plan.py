@@ -27,6 +27,10 @@ from cuflash._tiles import (
 )
 from cuflash._values import HashedOnce
 
+_COMBINES = {
+    "attention_forward": "combine_outputs", "attention_backward": "combine_gradients",
+    "attention_backward_query": "combine_gradients",
+}  # fmt: skip
 Constant = tuple[str, int | bool | str]
 Constants = tuple[Constant, ...]
 
@@ -60,6 +64,11 @@ class Plan(HashedOnce):
     def constant(self, name: str) -> int | bool | str:
         """The value of one constant."""
         return dict(self.constants)[name]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the kernel walks over the lists of a block mask."""
+        return ("HAS_BLOCKS", True) in self.constants
 
 
 def _round_up(x: int, unit: int) -> int:
@@ -105,6 +114,7 @@ def _features(problem: Problem) -> list[Constant]:
         ("HAS_LEFT", left is not None),
         ("HAS_RIGHT", right is not None),
         ("HAS_MASK", problem.mask),
+        ("HAS_BLOCKS", problem.blocks is not None),
         ("HAS_BIAS", problem.bias is not None),
         ("HAS_ALIBI", problem.alibi),
         ("HAS_SOFTCAP", problem.softcap is not None),
@@ -138,9 +148,17 @@ def _tile_constants(problem: Problem, tile: Tile, vector: int) -> list[Constant]
 
 def _choices(table: Table[AnyTile], problem: Problem, width: int) -> tuple[AnyTile, ...]:
     """The table's tiles for a problem; none where it is too wide."""
-    rich = any(value for _, value in _features(problem)[2:])
+    rich = any(value for name, value in _features(problem)[2:] if name != "HAS_BLOCKS")
     entry = next((entry for entry in table if width <= entry.width), None)
-    return () if entry is None else entry.rich if rich else entry.plain
+    if entry is None:
+        return ()
+    tiles = entry.rich if rich else entry.plain
+    if problem.blocks is None:
+        return tiles
+    rows, columns = (max(side, 64) for side in problem.blocks[2:])
+    first, second = (tiles, entry.sparse) if rich else (entry.sparse, tiles)
+    tiles = (*first[:1], *second, *first[1:])
+    return tuple(sorted(tiles, key=lambda tile: tile.block_m > rows or tile.block_n > columns))
 
 
 def _tiles(table: dict[str, Table[Tile]], problem: Problem, width: int) -> Iterator[Tile]:
@@ -162,7 +180,8 @@ def _fitting(plans: Iterator[Plan], device: Device) -> Plan:
     )
 
 
-def _grid(blocks: int) -> int:
+def grid(blocks: int) -> int:
+    """So many blocks, or as many as CUDA takes: kernels loop over the rest."""
     return min(blocks, MAX_GRID)
 
 
@@ -174,7 +193,7 @@ def _tiled(
     return Plan(
         kernel,
         (*_tile_constants(problem, tile, vector), *constants, ("SHARED_BYTES", shared)),
-        _grid(blocks), tile.threads_m * tile.threads_n, shared,
+        grid(blocks), tile.threads_m * tile.threads_n, shared,
     )  # fmt: skip
 
 
@@ -243,7 +262,7 @@ def backward(
         query = _tensor(TENSOR_QUERY, problem, device, vector, _query_tensor)
         plans.append(query or tiled(lambda tile: _backward_query(problem, tile, vector)))
     elif keys.kernel == "attention_backward":
-        plans.append(_convert_fragments(problem))
+        plans.append(_convert_fragments(problem, keys))
     elif not problem.sums_are_dq:
         plans.append(_convert(problem))
     if bias_shape is not None:
@@ -256,7 +275,7 @@ def backward(
 def _flat(kernel: str, problem: Problem, threads: int, constants: Constants) -> Plan:
     """A kernel of 256 threads a block without tiles, for so many threads."""
     named = (*_types(problem), *constants, ("THREADS", 256))
-    return Plan(kernel, named, _grid(-(-threads // 256)), 256)
+    return Plan(kernel, named, grid(-(-threads // 256)), 256)
 
 
 def _prepare(problem: Problem, vector: int) -> Plan:
@@ -272,13 +291,36 @@ def _convert(problem: Problem) -> Plan:
     return _flat("convert_dq", problem, values, (("HEAD_DIM", problem.head_dim),))
 
 
-def _convert_fragments(problem: Problem) -> Plan:
+def _convert_fragments(problem: Problem, keys: Plan) -> Plan:
     warps = problem.batch * problem.q_heads * -(-problem.q_len // 16)
+    tile = [(name, keys.constant(name)) for name in ("BLOCK_M", "BLOCK_N")]  # of block lists
     constants = (
-        ("HEAD_DIM", problem.head_dim), ("VALUE_DIM", problem.value_dim),
-        ("BLOCK_M", 16), ("BLOCK_N", 16), *_features(problem),
-    )  # fmt: skip
+        ("HEAD_DIM", problem.head_dim), ("VALUE_DIM", problem.value_dim), *tile, *_features(problem)
+    )
     return _flat("convert_dq_fragments", problem, warps * 32, constants)
+
+
+def combine(plan: Plan, rows: int) -> Plan | None:
+    """The kernel that puts partial results of so many split rows of tiles together."""
+    kernel = _COMBINES.get(plan.kernel)
+    if kernel is None:
+        return None
+    by_keys = plan.kernel == "attention_backward"
+    warps = rows * int(plan.constant("BLOCK_N" if by_keys else "BLOCK_M"))
+    constants = (*plan.constants, ("OF_KEYS", by_keys))
+    return Plan(kernel, constants, grid(-(-warps * 32 // plan.threads)), plan.threads)
+
+
+def partial_sizes(plan: Plan) -> tuple[int, int]:
+    """Numbers in a partial result of a tensor-core kernel: values, and lse."""
+    block_m, block_n, head_dim, value_dim = (
+        int(plan.constant(name)) for name in ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "VALUE_DIM")
+    )
+    if plan.kernel == "attention_forward":
+        return block_m * value_dim, block_m
+    if plan.kernel == "attention_backward":
+        return block_n * (head_dim + value_dim), 0
+    return block_m * head_dim, 0
 
 
 def dropout_mask(problem: Problem) -> Plan:
@@ -377,7 +419,7 @@ def _tensor_plan(
             ("POSITIVE_SCALE", problem.scale > 1e-30),
             *constants, ("SHARED_BYTES", shared),
         ),
-        _grid(blocks), tile.warps * 32, shared,
+        grid(blocks), tile.warps * 32, shared,
     )  # fmt: skip
 
 

@@ -11,18 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._dtypes import ELEMENT_TYPES
-from cuflash._errors import reject
+from cuflash._errors import integer, reject
 from cuflash._values import HashedOnce
 
 Signature = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype of an array."""
+BlockSignature = tuple[tuple[int, int, int, int], tuple[int, int]]
+"""Shape and block size of a block mask."""
 
 MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
 class Problem(HashedOnce):
-    """One attention problem. Names and meaning as in :func:`cuflash.attention`."""
+    """One attention problem. Names and meaning as in :func:`cuflash.attention`.
+
+    `blocks` are batch and heads of a block mask, 1 where all share it, and its blocks' rows and
+    columns.
+    """
 
     batch: int
     q_len: int
@@ -42,6 +48,7 @@ class Problem(HashedOnce):
     alibi: bool = False
     sinks: bool = False
     precision: str = "ieee"
+    blocks: tuple[int, int, int, int] | None = None
 
     __hash__ = HashedOnce.__hash__
 
@@ -95,6 +102,7 @@ class Extras(NamedTuple):
     """The arrays and numbers of a call beside q, k and v, as far as they are given.
 
     Scores' arrays have four axes, those of length 1 broadcast; one number per head otherwise.
+    `blocks` is a BlockMask, in the place of a mask.
     """
 
     mask: Any = None
@@ -102,6 +110,7 @@ class Extras(NamedTuple):
     alibi_slopes: Any = None
     sinks: Any = None
     seed: int = 0
+    blocks: Any = None
 
 
 def _number(name: str, value: Any) -> float:
@@ -154,7 +163,8 @@ def _side(window: Any, side: Any) -> int | None:
     return count
 
 
-def _window(window: Any) -> tuple[int | None, int | None]:
+def checked_window(window: Any) -> tuple[int | None, int | None]:
+    """The window as a pair, each side an integer or None where it is open."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -214,12 +224,16 @@ def describe(
     causal: Any = False, window: Any = None, mask: Signature | None = None,
     bias: Signature | None = None, alibi_slopes: Signature | None = None, softcap: Any = None,
     sinks: Signature | None = None, scale: Any = None, dropout: Any = 0.0, precision: Any = "ieee",
+    blocks: BlockSignature | None = None,
 ) -> Problem:  # fmt: skip
-    """Checks one call and describes it; arrays are given by shape (four axes) and dtype."""
+    """Checks one call and describes it.
+
+    Arrays are given by shape (four axes) and dtype, a block mask by its shape and block size.
+    """
     return _describe(
-        q, k, v, mask, bias, alibi_slopes, sinks,
+        q, k, v, mask, bias, alibi_slopes, sinks, blocks,
         causal if causal is True or causal is False else _alignment(causal),
-        window if window is None else _window(window),
+        window if window is None else checked_window(window),
         softcap if softcap is None else _number("softcap", softcap),
         scale if scale is None else _number("scale", scale),
         dropout if type(dropout) is float else _number("dropout", dropout),
@@ -230,14 +244,16 @@ def describe(
 @lru_cache(maxsize=4096)
 def _describe(
     q: Signature, k: Signature, v: Signature, mask: Signature | None, bias: Signature | None,
-    alibi_slopes: Signature | None, sinks: Signature | None, causal: bool | str | None,
-    window: tuple[int | None, int | None] | None, softcap: float | None, scale: float | None,
-    dropout: float, precision: str,
+    alibi_slopes: Signature | None, sinks: Signature | None, blocks: BlockSignature | None,
+    causal: bool | str | None, window: tuple[int | None, int | None] | None, softcap: float | None,
+    scale: float | None, dropout: float, precision: str,
 ) -> Problem:  # fmt: skip
     """:func:`describe`, once for each set of options, which are hashable here."""
     _check_tensors({"q": q, "k": k, "v": v})
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, _) = q[0], k[0]
     _check_arrays(mask, bias, alibi_slopes, sinks, (batch, q_heads, q_len, kv_len))
+    if blocks is not None:
+        _check_blocks(blocks[0], (batch, q_heads, q_len, kv_len))
     if softcap is not None and softcap <= 0:
         raise reject(ValueError, "softcap must be positive", softcap)
     limits = np.finfo(ELEMENT_TYPES[q[1].name].compute)
@@ -256,6 +272,7 @@ def _describe(
         _alignment(causal or False), (left, right), softcap, dropout,
         mask is not None, bias and bias[1].name, alibi_slopes is not None, sinks is not None,
         precision if q[1] == np.float32 else "ieee",
+        None if blocks is None else (*blocks[0][:2], *blocks[1]),
     )  # fmt: skip
 
 
@@ -277,14 +294,17 @@ def _check_arrays(
         _check_heads("sinks", sinks, ((full[1],),))
 
 
+def _check_blocks(shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    if shape[2:] != full[2:] or any(a not in (1, b) for a, b in zip(shape, full)):
+        batch, heads, q_len, kv_len = full
+        rule = f"mask must be a BlockMask of shape ({batch} or 1, {heads} or 1, {q_len}, {kv_len})"
+        raise reject(ValueError, rule, shape)
+
+
 def describe_scores(sizes: tuple[Any, Any, Any, Any], dropout: Any) -> Problem:
     """Checks and describes the scores that a dropout mask is asked for, by their four axes."""
-    for name, size in zip(("batch", "q_heads", "q_len", "kv_len"), sizes):
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise reject(TypeError, f"{name} must be an integer", size)
-        if size < 0:
-            raise reject(ValueError, f"{name} must not be negative", size)
-    batch, heads, q_len, kv_len = map(int, sizes)
+    names = ("batch", "q_heads", "q_len", "kv_len")
+    batch, heads, q_len, kv_len = (integer(name, size) for name, size in zip(names, sizes))
     element = np.dtype(np.float32)
     keys = ((batch, kv_len, heads, 1), element)
     return describe(((batch, q_len, heads, 1), element), keys, keys, dropout=dropout)

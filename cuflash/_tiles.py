@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,17 @@ class Tile:
         return self.threads_n * self.columns
 
 
-AnyTile = TypeVar("AnyTile")
+class Sized(Protocol):
+    """A tile of any kernel."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+
+AnyTile = TypeVar("AnyTile", bound=Sized)
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,14 @@ class Entry(Generic[AnyTile]):
     """Tiles for widths up to `width`, in order of preference: the first that fits is taken.
 
     `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
-    a mask, bias, ALiBi, softcap or dropout, whose code needs registers.
+    a mask, bias, ALiBi, softcap or dropout, whose code needs registers. Of block masks, `sparse` is
+    preferred to `plain`, and tiles that are no larger than a block to others.
     """
 
     width: int
     plain: tuple[AnyTile, ...]
     rich: tuple[AnyTile, ...]
+    sparse: tuple[AnyTile, ...] = ()
 
 
 Table = tuple[Entry[AnyTile], ...]
@@ -146,10 +158,12 @@ TENSOR_FORWARD: dict[str, Table[ForwardTile]] = {
     "half": (
         Entry(64, (_F(128, 128, 4, 2, 2), _F(128, 64, 4, 2, 2)),
               (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 32, 4, 1, 2),
-               _F(64, 32, 4, 1, 1))),
+               _F(64, 32, 4, 1, 1)),
+              (_F(128, 128, 4, 2, 2), _F(64, 64, 2, 2, 4), _F(64, 64, 2, 2, 2))),
         Entry(128, (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 64, 4, 1, 2)),
               (_F(128, 64, 4, 2, 2), _F(128, 64, 4, 1, 2), _F(64, 32, 4, 1, 2),
-               _F(64, 32, 4, 1, 1))),
+               _F(64, 32, 4, 1, 1)),
+              (_F(128, 64, 4, 2, 2), _F(64, 64, 2, 1, 4), _F(64, 64, 2, 1, 2))),
         Entry(256, (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1)),
               (_F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1), _F(64, 32, 4, 1, 1))),
     ),
@@ -166,11 +180,13 @@ TENSOR_BACKWARD: dict[str, Table[BackwardTile]] = {
     "half": (
         Entry(64, (_B(32, 128, 4, 1, 2, 2, 2), _B(64, 64, 4, 2, 2, 1, 2)),
               (_B(64, 64, 4, 2, 2, 2, 2), _B(64, 64, 4, 2, 2, 1, 2), _B(32, 32, 4, 2, 2, 1, 2),
-               _B(32, 32, 4, 2, 2, 1, 1))),
+               _B(32, 32, 4, 2, 2, 1, 1)),
+              (_B(32, 64, 2, 1, 1, 2, 4), _B(32, 64, 2, 1, 1, 2, 2))),
         Entry(128, (_B(64, 128, 8, 2, 2, 2, 1), _B(64, 128, 8, 2, 2, 1, 1),
                     _B(64, 64, 4, 2, 2, 1, 1)),
               (_B(64, 128, 8, 2, 2, 2, 1), _B(64, 128, 8, 2, 2, 1, 1), _B(64, 64, 4, 2, 2, 1, 1),
-               _B(32, 32, 4, 2, 2, 1, 1))),
+               _B(32, 32, 4, 2, 2, 1, 1)),
+              (_B(64, 128, 8, 2, 2, 2, 1), _B(64, 64, 4, 2, 2, 1, 2), _B(64, 64, 4, 2, 2, 1, 1))),
         Entry(256, (_B(64, 64, 8, 4, 4, 2, 1), _B(64, 64, 8, 4, 4, 1, 1),
                     _B(32, 32, 4, 2, 2, 1, 1)),
               (_B(64, 64, 8, 4, 4, 2, 1), _B(64, 64, 8, 4, 4, 1, 1), _B(32, 32, 4, 2, 2, 1, 1))),
@@ -187,7 +203,8 @@ TENSOR_BACKWARD: dict[str, Table[BackwardTile]] = {
 TENSOR_QUERY: dict[str, Table[ForwardTile]] = {
     "half": (
         Entry(64, (_F(128, 64, 4, 2, 2), _F(64, 64, 4, 1, 2)),
-              (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 1))),
+              (_F(64, 64, 4, 1, 2), _F(64, 32, 4, 1, 1)),
+              (_F(128, 64, 4, 2, 2), _F(64, 64, 4, 1, 2))),
         Entry(128, (_F(64, 64, 4, 2, 2), _F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1)),
               (_F(64, 64, 4, 1, 2), _F(64, 64, 4, 1, 1), _F(64, 32, 4, 1, 1))),
         Entry(256, (_F(64, 32, 4, 1, 2), _F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,31 @@ _WIDTHS = {
     "float32": (64, 96, 128, 256, 512),
     "float64": (64, 128, 256, 512),
 }
+# Block sizes of block masks by width: some tiles are for small blocks.
+_BLOCKS = {
+    ("float16", 64): (128, 64),
+    ("float16", 128): (128, 64),
+    ("float16", 256): (128,),
+    ("float32", 64): (128,),
+    ("float64", 64): (128,),
+}
 
 
 def _problem(
-    dtype: str, width: int, *, causal: bool, rich: bool, precision: str = "ieee"
-) -> Problem:
+    dtype: str, width: int, *, causal: bool, rich: bool, precision: str = "ieee",
+    block: int | None = None,
+) -> Problem:  # fmt: skip
     element = ELEMENT_TYPES[dtype].numpy
     rows = ((2, 300, 2, width), element)
     scores = (2, 2, 300, 300)
     options: dict[str, Any] = {"causal": causal, "precision": precision}
+    if block is not None:
+        options["blocks"] = ((1, 1, 300, 300), (block, block))
+    elif rich:
+        options["mask"] = (scores, np.dtype(bool))
     if rich:
         options.update(
-            window=(100, None), mask=(scores, np.dtype(bool)), bias=(scores, element),
+            window=(100, None), bias=(scores, element),
             alibi_slopes=((2,), element), softcap=30.0, sinks=((2,), element), dropout=0.1,
         )  # fmt: skip
     return describe(rows, rows, rows, **options)
@@ -38,9 +52,16 @@ def _problem(
 
 def _plans(problem: Problem, device: Device, vector: int) -> Iterator[_plan.Plan]:
     bias_shape = (2, 2, 300, 300) if problem.bias else None
-    yield _plan.forward(problem, device, vector)
-    yield from _plan.backward(problem, device, vector, False, bias_shape)
-    yield from _plan.backward(problem, device, vector, True, None)
+    plans = [
+        _plan.forward(problem, device, vector),
+        *_plan.backward(problem, device, vector, False, bias_shape),
+        *_plan.backward(problem, device, vector, True, None),
+    ]
+    yield from plans
+    for plan in plans:
+        combine = _plan.combine(plan, 1) if plan.has_blocks else None
+        if combine is not None:
+            yield combine
 
 
 def variants(arch: int) -> list[_plan.Plan]:
@@ -50,18 +71,19 @@ def variants(arch: int) -> list[_plan.Plan]:
     for dtype, widths in _WIDTHS.items():
         for width in widths:
             vector = 16 // ELEMENT_TYPES[dtype].size
-            cases = [
-                (_problem(dtype, width, causal=True, rich=False), vector),
-                (_problem(dtype, width, causal=True, rich=True), vector),
-            ]
+            plain = partial(_problem, dtype, width, causal=True, rich=False)
+            rich = partial(_problem, dtype, width, causal=True, rich=True)
+            cases = [(plain(), vector), (rich(), vector)]
             if width == 128 and dtype in ("float32", "float64"):  # no band; unaligned rows
-                cases.append((_problem(dtype, width, causal=False, rich=False), vector))
+                cases.append((plain(causal=False), vector))
                 cases.append((_problem(dtype, width - 1, causal=True, rich=True), 1))
             if dtype == "float32" and width in (64, 128, 256):
-                cases += [
-                    (_problem(dtype, width, causal=True, rich=rich, precision="tf32"), vector)
-                    for rich in (False, True)
-                ]
+                cases += [(kind(precision="tf32"), vector) for kind in (plain, rich)]
+            cases += [(plain(block=block), vector) for block in _BLOCKS.get((dtype, width), ())]
+            if width == 64 and dtype == "float16":
+                cases.append((rich(block=128), vector))
+            if width == 64 and dtype == "float32":
+                cases.append((plain(block=128, precision="tf32"), vector))
             for problem, access in cases:
                 for plan in _plans(problem, device, access):
                     found.setdefault((plan.kernel, plan.constants), plan)

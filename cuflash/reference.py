@@ -22,7 +22,8 @@ inputs, one tile at a time. With ``D = rowsum(dout * out)``::
 
 *Speed.* BLAS does the products. The rest is passes over one tile of scores, which is made in the
 same memory every time and fits in the cache of a core; of short sequences one tile holds several
-heads. What no query of a tile sees is skipped, and tiles in which nothing is hidden need no masks.
+heads. What no query of a tile sees is skipped, and tiles in which nothing is hidden need no masks:
+neither causal ones, nor windows, nor what a block mask has as absent or full.
 
 Sources: Dao et al., "FlashAttention", 2022 (algorithms 1 and 4); Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018. The CUDA kernels in ``kernels/`` do the same.
@@ -60,6 +61,22 @@ class _Heads:
         """The tile of a mask or a bias; a broadcast axis keeps its length of 1."""
         places = (self.b, self.h, _slice(rows), _slice(columns))
         return scores[tuple(slice(None) if n == 1 else p for n, p in zip(scores.shape, places))]
+
+    def visible(self, rows: range, columns: range) -> Array | None:
+        """What a mask shows of a tile; None if all, or without a mask."""
+        mask, blocks = self.extras.mask, self.extras.blocks
+        if blocks is not None:
+            shown: Array | None = blocks.tile(self.b, self.h, rows, columns)
+            return shown
+        return None if mask is None else self.tile_of(mask, rows, columns)
+
+    def stretches(self, rows: range) -> list[range]:
+        """Stretches of keys that these queries may see, each in the order of the keys."""
+        seen, blocks = visible_keys(self.problem, rows), self.extras.blocks
+        if blocks is None:
+            return [seen]
+        found = blocks.stretches(self.b, self.h, rows)
+        return [range(max(part.start, seen.start), min(part.stop, seen.stop)) for part in found]
 
     def buffer(self) -> Array:
         """Memory for the scores of one tile.
@@ -118,7 +135,7 @@ def attention(
             queries = _rows(problem, q, b, h) * keys.dtype.type(_factor(problem))
             heads = _Heads(problem, extras, b, h)
             buffer = heads.buffer()
-            for rows in _tiles(range(problem.q_len), TILE_ROWS):
+            for rows in _row_tiles(problem, extras):
                 i = _slice(rows)
                 tile, lse[b, h, i] = _forward_rows(heads, rows, queries, keys, values, buffer)
                 out[b, i, h] = tile.swapaxes(1, 2)
@@ -202,7 +219,7 @@ def attention_backward(
 
 def _per_head(problem: Problem, extras: Extras) -> Extras:
     """Slopes as (batch, q_heads) and sinks, in the type that arithmetic is done in."""
-    compute, (_, _, slopes, sinks, _) = ELEMENT_TYPES[problem.dtype].compute, extras
+    compute, slopes, sinks = ELEMENT_TYPES[problem.dtype].compute, extras.alibi_slopes, extras.sinks
     if slopes is not None:
         slopes = np.broadcast_to(slopes, (problem.batch, problem.q_heads)).astype(compute)
     return extras._replace(
@@ -219,7 +236,7 @@ def _backward_heads(
     dq = np.zeros_like(q)
     buffer, second = heads.buffer(), heads.buffer()
     lse = np.where(lse == -np.inf, np.inf, lse)[..., None]  # empty rows: p = 0
-    for rows in _tiles(range(problem.q_len), TILE_ROWS):
+    for rows in _row_tiles(problem, heads.extras):
         i = _slice(rows)
         for columns in _visible_tiles(heads, rows):
             j = _slice(columns)
@@ -309,9 +326,19 @@ def visible_keys(problem: Problem, rows: range) -> range:
 def _visible_tiles(heads: _Heads, rows: range) -> Iterator[range]:
     """The columns of all tiles in which something is visible."""
     mask = heads.extras.mask
-    for columns in _tiles(visible_keys(heads.problem, rows), TILE_COLUMNS):
-        if mask is None or heads.tile_of(mask, rows, columns).any():
-            yield columns
+    for keys in heads.stretches(rows):
+        for columns in _tiles(keys, TILE_COLUMNS):
+            if mask is None or heads.tile_of(mask, rows, columns).any():
+                yield columns
+
+
+def _row_tiles(problem: Problem, extras: Extras) -> Iterator[range]:
+    """Tiles of queries; those of a block mask hold whole blocks, few of them."""
+    size = TILE_ROWS
+    if extras.blocks is not None:
+        rows = extras.blocks.block_size[0]
+        size = rows * max(1, TILE_ROWS // 2 // rows)
+    return _tiles(range(problem.q_len), size)
 
 
 def _scores(
@@ -337,15 +364,17 @@ def _scores(
         slopes = extras.alibi_slopes[heads.b, heads.h, None, None]
         s -= slopes * np.abs(aligned - j).T.astype(s.dtype)
     left, right = problem.band
-    may_hide = problem.mask or problem.bias is not None
+    may_hide = problem.bias is not None
     if right is not None and columns.stop - 1 > i[0] + right:
         np.copyto(s, -np.inf, where=(j > i + right).T)
         may_hide = True
     if left is not None and columns.start < i[-1] - left:
         np.copyto(s, -np.inf, where=(j < i - left).T)
         may_hide = True
-    if problem.mask:
-        np.copyto(s, -np.inf, where=~heads.tile_of(extras.mask, rows, columns))
+    visible = heads.visible(rows, columns)
+    if visible is not None:
+        np.copyto(s, -np.inf, where=~visible)
+        may_hide = True
     return s, s == -np.inf if may_hide else None, slope
 
 

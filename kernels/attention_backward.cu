@@ -121,12 +121,13 @@ attention_backward(const __grid_constant__ Params p) {
 
     const int64 key_tiles = (p.kv_len + BLOCK_N - 1) / BLOCK_N;
     const int64 heads = p.batch * p.kv_heads, group = p.q_heads / p.kv_heads;
-    for (int64 tile = blockIdx.x; tile < key_tiles * heads; tile += gridDim.x) {
-        const Turn turn(tile, key_tiles, heads, max64(1, p.section_heads / group));
-        const int64 n = turn.tile * BLOCK_N;
+    const int64 works = HAS_BLOCKS ? p.works : key_tiles;   // of a head
+    for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
+        const Turn turn(tile, works, heads, max64(1, p.section_heads / group));
         const int64 b = turn.head / p.kv_heads, kv_head = turn.head % p.kv_heads;
-        const Range range = visible_queries(p, n);
-
+        const Work work = work_at(p, b, kv_head * group, turn.tile);
+        if (HAS_BLOCKS && work.tile < 0) continue;
+        const int64 n = static_cast<int64>(work.tile) * BLOCK_N;
         __syncthreads();   // the tile before is done with shared memory
         keys.fetch(
             p.k + b * p.k_strides.batch + kv_head * p.k_strides.head + n * p.k_strides.row,
@@ -136,64 +137,60 @@ attention_backward(const __grid_constant__ Params p) {
             p.v_strides.row, p.kv_len - n, VALUE_DIM);
 
         // The steps: all visible query tiles of all heads of the group.
-        struct Step {
-            int64 h, m;
-        };
         const int64 last_head = (kv_head + 1) * group;
         int mask_stage = 0;
-        // The step itself, if a score of it is visible, or else the next such; its mask is written.
-        auto seek = [&](Step step) {
-            for (; step.h < last_head; step.m += BLOCK_M) {
-                if (step.m >= range.end) {
-                    if (++step.h == last_head) break;
-                    step.m = range.begin;
-                }
-                if constexpr (!HAS_MASK) break;
-                const ScoreTile t(p, b, step.h, step.m, n);
-                if (__syncthreads_or(mask(mask_stage ^ 1).fill(p, t))) break;
+        // On to a step in which a score is visible, or to h == last_head; its mask is written.
+        auto seek = [&](QueryWalk& walk) {
+            for (;; walk.next(p)) {
+                while (!walk.more() && ++walk.h < last_head)
+                    walk = work.split < 0 ? QueryWalk(p, b, walk.h, n)
+                                          : QueryWalk(p, b, walk.h, n, work);
+                if (walk.h == last_head || !HAS_MASK) return;
+                if (__syncthreads_or(mask(mask_stage ^ 1).fill(p, walk.tile(p)))) return;
             }
-            return step;
         };
-        auto fetch = [&](Step step, int stage) {
+        auto fetch = [&](const QueryWalk& walk, int stage) {
+            const int64 h = walk.h, m = walk.at();
             queries(stage).fetch(
-                p.q + b * p.q_strides.batch + step.h * p.q_strides.head + step.m * p.q_strides.row,
-                p.q_strides.row, p.q_len - step.m, HEAD_DIM);
+                p.q + b * p.q_strides.batch + h * p.q_strides.head + m * p.q_strides.row,
+                p.q_strides.row, p.q_len - m, HEAD_DIM);
             douts(stage).fetch(
-                p.dout + b * p.dout_strides.batch + step.h * p.dout_strides.head +
-                    step.m * p.dout_strides.row, p.dout_strides.row, p.q_len - step.m, VALUE_DIM);
-            if constexpr (HAS_BIAS) biases(stage).fetch(p, ScoreTile(p, b, step.h, step.m, n));
+                p.dout + b * p.dout_strides.batch + h * p.dout_strides.head + m * p.dout_strides.row,
+                p.dout_strides.row, p.q_len - m, VALUE_DIM);
+            if constexpr (HAS_BIAS) biases(stage).fetch(p, walk.tile(p));
         };
 
         KeyShare::Product dk = {};
         ValueShare::Product dv = {};
-        Step step = range.begin < range.end ? seek({kv_head * group, range.begin})
-                                            : Step{last_head, 0};
-        if (step.h < last_head) fetch(step, 0);
+        QueryWalk walk(p, b, kv_head * group, n, work);
+        seek(walk);
+        if (walk.h < last_head) fetch(walk, 0);
         end_copies();
-        auto make_dq = [&](const Step& step, int stage) {
+        auto make_dq = [&](int64 h, int64 m, int stage) {
             if constexpr (!ADD_DQ) return;
             QueryShare::Product dq = {};
             multiply_columns<BLOCK_N>(
                 dq, [&](uint32 (&to)[4], int tile, int k) {
                     load_left_for_rows(to, gradients(stage), QueryShare::row(), tile, k);
                 }, keys, QueryShare::step());
-            add_dq(p, ScoreTile(p, b, step.h, step.m, n), dq);
+            add_dq(p, ScoreTile(p, b, h, m, n), dq);
         };
         const bool dq_first = warp_index() < WARPS / 2;
-        Step before{-1, 0};
+        int h_before = -1;   // of the step before
+        int64 m_before = 0;
         int stage = 0;
-        for (; step.h < last_head; stage ^= STAGES - 1) {
+        for (; walk.h < last_head; stage ^= STAGES - 1) {
             wait_copies<0>();
             __syncthreads();   // queries and dout have arrived; all warps are done with the step before
             mask_stage ^= 1;
-            const ScoreTile t(p, b, step.h, step.m, n);
+            const ScoreTile t = walk.tile(p);
             const RowState rows(p, t);
-            Step next{step.h, step.m + BLOCK_M};
+            walk.next(p);
             if constexpr (STAGES == 2) {
-                next = seek(next);
-                if (next.h < last_head) fetch(next, stage ^ 1);
+                seek(walk);
+                if (walk.h < last_head) fetch(walk, stage ^ 1);
                 end_copies();
-                if (dq_first && before.h >= 0) make_dq(before, stage ^ 1);
+                if (dq_first && h_before >= 0) make_dq(h_before, m_before, stage ^ 1);
             }
             ScoreSums s = {}, dp = {};
             multiply_rows<HEAD_WIDTH>(
@@ -218,22 +215,31 @@ attention_backward(const __grid_constant__ Params p) {
                     load_left_transposed(to, gradients(stage), KeyShare::row() + tile * 16, k);
                 }, queries(stage), KeyShare::step());
             if constexpr (STAGES == 2) {
-                if (!dq_first && before.h >= 0) make_dq(before, stage ^ 1);
-                before = step;
+                if (!dq_first && h_before >= 0) make_dq(h_before, m_before, stage ^ 1);
+                h_before = static_cast<int>(t.h);
+                m_before = t.m;
             } else {
-                next = seek(next);
+                seek(walk);
                 __syncthreads();   // all warps are done with queries and dout
-                if (next.h < last_head) fetch(next, 0);
+                if (walk.h < last_head) fetch(walk, 0);
                 end_copies();
-                make_dq(step, 0);
+                make_dq(t.h, t.m, 0);
             }
-            step = next;
         }
         if constexpr (STAGES == 2) {
             __syncthreads();
-            if (before.h >= 0) make_dq(before, stage ^ 1);
+            if (h_before >= 0) make_dq(h_before, m_before, stage ^ 1);
         }
         wait_copies<0>();
+        if (HAS_BLOCKS && work.split >= 0) {
+            constexpr int SIZE = BLOCK_N * (HEAD_DIM + VALUE_DIM);
+            float* part = partial(p, p.partials, turn.head, work.split, SIZE);
+            auto factor = [](int) { return 1.0f; };
+            store_floats<HEAD_DIM>(part, KeyShare::row(), KeyShare::step(), dk, factor);
+            store_floats<VALUE_DIM>(part + BLOCK_N * HEAD_DIM, ValueShare::row(), ValueShare::step(), dv,
+                                    factor);
+            continue;
+        }
         __syncthreads();   // keys and values give their places to dk and dv
         const int rows = static_cast<int>(min64(BLOCK_N, p.kv_len - n));
         const int special = CAN_HIDE ? special_rows(dk) | special_rows(dv) : 0;

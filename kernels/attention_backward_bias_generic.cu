@@ -52,10 +52,10 @@ attention_backward_bias_generic(const __grid_constant__ Params p) {
                 for (int64 m = m0; m < m1; m += BLOCK_M) {
                     const Rows q(p.q, p.q_strides, b, h, m, p.q_len, HEAD_DIM);
                     const Rows dout(p.dout, p.dout_strides, b, h, m, p.q_len, VALUE_DIM);
-                    const Range range = visible_keys(p, m);
-                    for (int64 n = max64(n0, p.bias_keys == 1 ? range.begin : 0);
-                         n < min64(n1, range.end); n += BLOCK_N) {
-                        const ScoreTile t(p, b, h, m, n);
+                    for (KeyWalk walk(p, b, h, m, p.bias_keys == 1 ? 0 : n0); walk.at() < n1 && walk.more();
+                         walk.next(p)) {
+                        const int64 n = walk.at();
+                        const ScoreTile t = walk.tile(p);
                         const uint64 visible = visible_bits(p, t);
                         if (!__syncthreads_or(visible != 0)) continue;
                         const int64 g = h / (p.q_heads / p.kv_heads);

@@ -80,14 +80,14 @@ attention_backward_generic(const __grid_constant__ Params p) {
         const int64 b = head / p.kv_heads, kv_head = head % p.kv_heads;
         const Rows k(p.k, p.k_strides, b, kv_head, n, p.kv_len, HEAD_DIM);
         const Rows v(p.v, p.v_strides, b, kv_head, n, p.kv_len, VALUE_DIM);
-        const Range range = visible_queries(p, n);
 
         Compute dk[KEY_ROWS][HEAD_SLICE / THREADS_N] = {};
         Compute dv[KEY_ROWS][VALUE_SLICE / THREADS_N] = {};
         for (int64 step = 0; step < group; ++step) {
             const int64 h = kv_head * group + step;
-            for (int64 m = range.begin; m < range.end; m += BLOCK_M) {
-                const ScoreTile t(p, b, h, m, n);
+            for (QueryWalk walk(p, b, h, n); walk.more(); walk.next(p)) {
+                const int64 m = walk.at();
+                const ScoreTile t = walk.tile(p);
                 const uint64 visible = visible_bits(p, t);
                 if (HAS_MASK && !__syncthreads_or(visible != 0)) continue;
                 const Rows q(p.q, p.q_strides, b, h, m, p.q_len, HEAD_DIM);

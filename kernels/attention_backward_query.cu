@@ -38,29 +38,30 @@ attention_backward_query(const __grid_constant__ Params p) {
     };
 
     const int64 row_tiles = (p.q_len + BLOCK_M - 1) / BLOCK_M, heads = p.batch * p.q_heads;
-    for (int64 tile = blockIdx.x; tile < row_tiles * heads; tile += gridDim.x) {
-        const Turn turn(tile, row_tiles, heads, p.section_heads);
-        const int64 m = (HAS_RIGHT ? row_tiles - 1 - turn.tile : turn.tile) * BLOCK_M;
+    const int64 works = HAS_BLOCKS ? p.works : row_tiles;   // of a head
+    for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
+        const Turn turn(tile, works, heads, p.section_heads);
         const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
+        const int64 place = HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile;
+        const Work work = work_at(p, b, h, place);
+        if (HAS_BLOCKS && work.tile < 0) continue;
+        const int64 m = static_cast<int64>(work.tile) * BLOCK_M;
         const int64 kv_head = h / (p.q_heads / p.kv_heads);
         const Element* k = p.k + b * p.k_strides.batch + kv_head * p.k_strides.head;
         const Element* v = p.v + b * p.v_strides.batch + kv_head * p.v_strides.head;
 
-        // The first tile of keys from n on in which a score is visible; its mask is written.
-        const Range range = visible_keys(p, m);
+        // On to a tile of keys in which a score is visible; its mask is written.
         int mask_stage = 0;
-        auto find_tile = [&](int64 n) {
+        auto seek = [&](KeyWalk& walk) {
             if constexpr (HAS_MASK)
-                for (; n < range.end; n += BLOCK_N) {
-                    const bool any = mask(mask_stage ^ 1).fill(p, ScoreTile(p, b, h, m, n));
-                    if (__syncthreads_or(any)) break;
-                }
-            return n;
+                for (; walk.more(); walk.next(p))
+                    if (__syncthreads_or(mask(mask_stage ^ 1).fill(p, walk.tile(p)))) break;
         };
-        auto fetch = [&](int64 n, int stage) {
+        auto fetch = [&](const KeyWalk& walk, int stage) {
+            const int64 n = walk.at();
             keys(stage).fetch(k + n * p.k_strides.row, p.k_strides.row, p.kv_len - n, HEAD_DIM);
             values(stage).fetch(v + n * p.v_strides.row, p.v_strides.row, p.kv_len - n, VALUE_DIM);
-            if constexpr (HAS_BIAS) biases(stage).fetch(p, ScoreTile(p, b, h, m, n));
+            if constexpr (HAS_BIAS) biases(stage).fetch(p, walk.tile(p));
         };
 
         __syncthreads();   // the tile before is done with shared memory
@@ -69,20 +70,23 @@ attention_backward_query(const __grid_constant__ Params p) {
         douts.fetch(
             p.dout + b * p.dout_strides.batch + h * p.dout_strides.head + m * p.dout_strides.row,
             p.dout_strides.row, p.q_len - m, VALUE_DIM);
-        int64 n = find_tile(range.begin);
-        if (n < range.end) fetch(n, 0);
+        KeyWalk walk(p, b, h, m, work);
+        seek(walk);
+        if (walk.more()) fetch(walk, 0);
         end_copies();
 
         const RowState rows(p, ScoreTile(p, b, h, m, 0));
         Sums<M_TILES, HEAD_WIDTH / 8> dq = {};
-        for (int stage = 0; n < range.end; stage ^= STAGES - 1) {
+        for (int stage = 0; walk.more(); stage ^= STAGES - 1) {
             wait_copies<0>();
             __syncthreads();   // keys and values have arrived; all warps are done with the tile before
             mask_stage ^= 1;
-            int64 next = n + BLOCK_N;
+            const int64 n = walk.at();
+            const int bits = walk.now.bits;
+            walk.next(p);
             if constexpr (STAGES == 2) {
-                next = find_tile(next);
-                if (next < range.end) fetch(next, stage ^ 1);
+                seek(walk);
+                if (walk.more()) fetch(walk, stage ^ 1);
                 end_copies();
             }
             ScoreSums s = {}, dp = {};
@@ -94,22 +98,28 @@ attention_backward_query(const __grid_constant__ Params p) {
                 dp, [&](uint32 (&to)[4], int t, int step) {
                     load_left(to, douts, warp_row(), t, step);
                 }, values(stage), 0);
-            to_gradients(p, ScoreTile(p, b, h, m, n), mask(mask_stage), biases(stage), rows, s, dp);
+            const ScoreTile t(p, b, h, m, n, bits);
+            to_gradients(p, t, mask(mask_stage), biases(stage), rows, s, dp);
             multiply_columns<BLOCK_N>(
                 dq, [&](uint32 (&to)[4], int t, int step) {
                     sums_as_left(to, dp, t, step);
                 }, keys(stage), 0);
             if constexpr (STAGES == 1) {
-                next = find_tile(next);
+                seek(walk);
                 __syncthreads();   // all warps are done with keys and values
-                if (next < range.end) fetch(next, 0);
+                if (walk.more()) fetch(walk, 0);
                 end_copies();
             }
-            n = next;
         }
         wait_copies<0>();
         __syncthreads();
 
+        if (HAS_BLOCKS && work.split >= 0) {
+            constexpr int SIZE = BLOCK_M * HEAD_DIM;
+            store_floats<HEAD_DIM>(partial(p, p.partials, turn.head, work.split, SIZE), warp_row(), 0, dq,
+                                   [](int) { return 1.0f; });
+            continue;
+        }
         // The warp's rows of dq take the place of its queries.
         Element* target = p.dq + b * p.dq_strides.batch + h * p.dq_strides.head +
                           m * p.dq_strides.row;

@@ -30,11 +30,11 @@ attention_backward_query_generic(const __grid_constant__ Params p) {
         const int64 kv_head = h / (p.q_heads / p.kv_heads);
         const Rows q(p.q, p.q_strides, b, h, m, p.q_len, HEAD_DIM);
         const Rows dout(p.dout, p.dout_strides, b, h, m, p.q_len, VALUE_DIM);
-        const Range range = visible_keys(p, m);
 
         Compute dq[ROWS][SLICE / THREADS_N] = {};
-        for (int64 n = range.begin; n < range.end; n += BLOCK_N) {
-            const ScoreTile t(p, b, h, m, n);
+        for (KeyWalk walk(p, b, h, m); walk.more(); walk.next(p)) {
+            const int64 n = walk.at();
+            const ScoreTile t = walk.tile(p);
             const uint64 visible = visible_bits(p, t);
             if (HAS_MASK && !__syncthreads_or(visible != 0)) continue;
             const Rows k(p.k, p.k_strides, b, kv_head, n, p.kv_len, HEAD_DIM);

@@ -37,7 +37,7 @@ __device__ __forceinline__ void to_scores(const Params& p, const ScoreTile& t, c
     if constexpr (!FOLDS_SCALE) to_logits(p, t, biases, s, [](int, int, float) {});
     if (t.whole()) return;
     keep_branch();
-    const Visible visible(t, mask);
+    const Visible visible(p, t, mask);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -101,12 +101,14 @@ __device__ __forceinline__ void weights_as_left(uint32 (&to)[4], const Params& p
     }
 }
 
-// Writes the rows of the warp; `shared` is where its queries have been.
+// Writes the rows of the warp, or a partial result of them; `shared` is where its queries have been.
 __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, State& state,
-                                           unsigned char* shared) {
+                                           unsigned char* shared, int split) {
     Element* out = p.out + t.b * p.out_strides.batch + t.m * p.out_strides.row +
                    t.h * p.out_strides.head;
-    float* lse = p.lse + (t.b * p.q_heads + t.h) * p.q_len + t.m;
+    const bool is_split = HAS_BLOCKS && split >= 0;
+    float* lse = is_split ? partial(p, p.partial_lse, t.b * p.q_heads + t.h, split, BLOCK_M)
+                          : p.lse + (t.b * p.q_heads + t.h) * p.q_len + t.m;
     float row_lse[ROWS], factors[ROWS];
     bool special[ROWS];
 #pragma unroll
@@ -114,7 +116,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
         const int row = score_row(r);
         float sum = over_row(state.sum[r], [](float x, float y) { return x + y; });
         float top = state.reference[r], factor = 1;
-        if constexpr (HAS_SINKS) {
+        if (HAS_SINKS && !is_split) {
             const float sink = p.sinks[t.h] * LOG2_E;
             top = fmaxf(top, sink);
             const float safe = top == -infinity<float>() ? 0 : top;
@@ -125,7 +127,14 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
         if constexpr (HAS_DROPOUT) factors[r] *= p.keep_scale;
         row_lse[r] = sum == 0 ? -infinity<float>() : top / LOG2_E + log_of(sum);
         special[r] = row < t.rows && row_is_special(state.out, r);
-        if (p.lse != nullptr && row < t.rows && lane_index() % 4 == 0) lse[row] = row_lse[r];
+        if ((is_split || p.lse != nullptr) && row < t.rows && lane_index() % 4 == 0)
+            lse[row] = row_lse[r];
+    }
+    if (is_split) {
+        constexpr int SIZE = BLOCK_M * VALUE_DIM;
+        store_floats<VALUE_DIM>(partial(p, p.partials, t.b * p.q_heads + t.h, split, SIZE), warp_row(),
+                                0, state.out, [&](int r) { return factors[r]; });
+        return;
     }
     if constexpr (Outs::BYTES <= Queries::BYTES) {
         const Outs outs{shared_address(shared)};   // the warp's rows are where its queries were
@@ -176,41 +185,44 @@ attention_forward(const __grid_constant__ Params p) {
 
     const int64 row_tiles = (p.q_len + BLOCK_M - 1) / BLOCK_M, heads = p.batch * p.q_heads;
     // The long tiles of a last section would end late: of long sequences all heads are one.
-    const int64 section = HAS_RIGHT && row_tiles > 8 ? heads : p.section_heads;
-    for (int64 tile = blockIdx.x; tile < row_tiles * heads; tile += gridDim.x) {
-        const Turn turn(tile, row_tiles, heads, section);
-        const int64 m = (HAS_RIGHT ? row_tiles - 1 - turn.tile : turn.tile) * BLOCK_M;
+    const int64 section = HAS_RIGHT && !HAS_BLOCKS && row_tiles > 8 ? heads : p.section_heads;
+    const int64 works = HAS_BLOCKS ? p.works : row_tiles;   // of a head
+    for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
+        const Turn turn(tile, works, heads, section);
         const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
+        const int64 place = HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile;
+        const Work work = work_at(p, b, h, place);
+        if (HAS_BLOCKS && work.tile < 0) continue;
+        const int64 m = static_cast<int64>(work.tile) * BLOCK_M;
         const int64 kv_head = h / (p.q_heads / p.kv_heads);
         const Element* q = p.q + b * p.q_strides.batch + h * p.q_strides.head + m * p.q_strides.row;
         const Element* k = p.k + b * p.k_strides.batch + kv_head * p.k_strides.head;
         const Element* v = p.v + b * p.v_strides.batch + kv_head * p.v_strides.head;
 
-        // The first tile of keys from n on in which a score is visible; its mask is written.
-        const Range range = visible_keys(p, m);
+        // On to a tile of keys in which a score is visible; its mask is written.
         int mask_stage = 0;
-        auto find_tile = [&](int64 n) {
+        auto seek = [&](KeyWalk& walk) {
             if constexpr (HAS_MASK)
-                for (; n < range.end; n += BLOCK_N) {
-                    const bool any = mask(mask_stage ^ 1).fill(p, ScoreTile(p, b, h, m, n));
-                    if (__syncthreads_or(any)) break;
-                }
-            return n;
+                for (; walk.more(); walk.next(p))
+                    if (__syncthreads_or(mask(mask_stage ^ 1).fill(p, walk.tile(p)))) break;
         };
-        auto fetch_keys = [&](int64 n, int stage) {
-            keys(stage).fetch(k + n * p.k_strides.row, p.k_strides.row, p.kv_len - n, HEAD_DIM);
-            if constexpr (HAS_BIAS) biases(stage).fetch(p, ScoreTile(p, b, h, m, n));
+        auto fetch_keys = [&](const KeyWalk& walk, int stage) {
+            keys(stage).fetch(k + walk.at() * p.k_strides.row, p.k_strides.row, p.kv_len - walk.at(),
+                              HEAD_DIM);
+            if constexpr (HAS_BIAS) biases(stage).fetch(p, walk.tile(p));
         };
-        auto fetch_values = [&](int64 n, int stage) {
-            values(stage).fetch(v + n * p.v_strides.row, p.v_strides.row, p.kv_len - n, VALUE_DIM);
+        auto fetch_values = [&](const KeyWalk& walk, int stage) {
+            values(stage).fetch(v + walk.at() * p.v_strides.row, p.v_strides.row, p.kv_len - walk.at(),
+                                VALUE_DIM);
         };
 
         __syncthreads();   // the tile before is done with shared memory
         queries.fetch(q, p.q_strides.row, p.q_len - m, HEAD_DIM);
-        int64 n = find_tile(range.begin);
-        if (n < range.end) {
-            fetch_keys(n, 0);
-            if constexpr (STAGES == 2) fetch_values(n, 0);
+        KeyWalk walk(p, b, h, m, work);
+        seek(walk);
+        if (walk.more()) {
+            fetch_keys(walk, 0);
+            if constexpr (STAGES == 2) fetch_values(walk, 0);
         }
         end_copies();
 
@@ -222,19 +234,20 @@ attention_forward(const __grid_constant__ Params p) {
 #pragma unroll
             for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) = 0;
         }
-        for (int stage = 0; n < range.end; stage ^= STAGES - 1) {
+        for (int stage = 0; walk.more(); stage ^= STAGES - 1) {
             wait_copies<0>();
             __syncthreads();   // keys have arrived; all warps are done with the tile before
             mask_stage ^= 1;
-            int64 next;
+            const int64 n = walk.at();
+            const int bits = walk.now.bits;
+            if constexpr (STAGES == 1) fetch_values(walk, 0);
+            walk.next(p);
             if constexpr (STAGES == 2) {
-                next = find_tile(n + BLOCK_N);
-                if (next < range.end) {
-                    fetch_keys(next, stage ^ 1);
-                    fetch_values(next, stage ^ 1);
+                seek(walk);
+                if (walk.more()) {
+                    fetch_keys(walk, stage ^ 1);
+                    fetch_values(walk, stage ^ 1);
                 }
-            } else {
-                fetch_values(n, 0);
             }
             end_copies();
 
@@ -243,7 +256,7 @@ attention_forward(const __grid_constant__ Params p) {
                 s, [&](uint32 (&to)[4], int t, int step) {
                     load_left(to, queries, warp_row(), t, step);
                 }, keys(stage), 0);
-            const ScoreTile t(p, b, h, m, n);
+            const ScoreTile t(p, b, h, m, n, bits);
             to_scores(p, t, mask(mask_stage), biases(stage), s);
             take_in(p, t, s, state);
             if constexpr (IS_TF32)
@@ -252,19 +265,18 @@ attention_forward(const __grid_constant__ Params p) {
                 });
 
             if constexpr (STAGES == 1) {
-                next = find_tile(n + BLOCK_N);
+                seek(walk);
                 wait_copies<0>();
                 __syncthreads();   // values have arrived; all warps are done with the keys
-                if (next < range.end) fetch_keys(next, 0);
+                if (walk.more()) fetch_keys(walk, 0);
                 end_copies();
             }
             multiply_columns<BLOCK_N>(
                 state.out, [&](uint32 (&to)[4], int tile, int step) {
                     weights_as_left(to, p, t, s, tile, step);
                 }, values(stage), 0);
-            n = next;
         }
         wait_copies<0>();
-        write_rows(p, ScoreTile(p, b, h, m, 0), state, shared);
+        write_rows(p, ScoreTile(p, b, h, m, 0), state, shared, work.split);
     }
 }

@@ -114,7 +114,6 @@ attention_forward_generic(const __grid_constant__ Params p) {
         const Element* k = p.k + b * p.k_strides.batch + kv_head * p.k_strides.head;
         const Element* v = p.v + b * p.v_strides.batch + kv_head * p.v_strides.head;
 
-        const Range range = visible_keys(p, m);
         Chunk<BLOCK_N, BLOCK_D> keys;
         Chunk<BLOCK_K, VALUE_WIDTH> values;
         auto fetch_keys = [&](int64 n, int chunk) {
@@ -126,14 +125,13 @@ attention_forward_generic(const __grid_constant__ Params p) {
             values.fetch(v + n * p.v_strides.row, p.v_strides.row, p.v_strides.channel,
                          p.kv_len - n, VALUE_DIM);
         };
-        // The first tile from n on in which a score is visible, and the thread's share of it.
+        // On to a tile in which a score is visible, and the thread's share of it.
         uint64 visible = 0;
-        auto find_tile = [&](int64 n) {
-            for (; n < range.end; n += BLOCK_N) {
-                visible = visible_bits(p, ScoreTile(p, b, h, m, n));
+        auto seek = [&](KeyWalk& walk) {
+            for (; walk.more(); walk.next(p)) {
+                visible = visible_bits(p, walk.tile(p));
                 if (!HAS_MASK || __syncthreads_or(visible != 0)) break;
             }
-            return n;
         };
 
         __syncthreads();   // the tile before is done with shared memory
@@ -153,33 +151,35 @@ attention_forward_generic(const __grid_constant__ Params p) {
             for (int c = 0; c < OUT_COLUMNS; ++c) state.out[r][c] = 0;
         }
 
-        int64 n = find_tile(range.begin);
-        if (n < range.end) fetch_keys(n, 0);
-        while (n < range.end) {
+        KeyWalk walk(p, b, h, m);
+        seek(walk);
+        if (walk.more()) fetch_keys(walk.at(), 0);
+        while (walk.more()) {
+            const ScoreTile t = walk.tile(p);
             Compute s[ROWS][COLUMNS] = {};
 #pragma unroll 1
             for (int chunk = 0; chunk < HEAD_CHUNKS; ++chunk) {
                 Compute* buffer = ring.next();
                 keys.template store<KEY_STRIDE>(buffer);
                 __syncthreads();
-                if (chunk + 1 < HEAD_CHUNKS) fetch_keys(n, chunk + 1);
-                else fetch_values(n);
+                if (chunk + 1 < HEAD_CHUNKS) fetch_keys(t.n, chunk + 1);
+                else fetch_values(t.n);
                 multiply_transposed<BLOCK_D, QUERY_STRIDE, KEY_STRIDE>(
                     s, query + chunk * BLOCK_D, buffer);
             }
 
-            const ScoreTile t(p, b, h, m, n);
             to_logits(p, t, visible, s);
             take_in(p, t, s, state, probability);
 
-            const int64 next = find_tile(n + BLOCK_N);
+            walk.next(p);
+            seek(walk);
 #pragma unroll 1
             for (int chunk = 0; chunk < VALUE_CHUNKS; ++chunk) {
                 Compute* buffer = ring.next();
                 bool special = values.template store<VALUE_WIDTH>(buffer);
                 bool guarded = CAN_HIDE ? __syncthreads_or(special) : (__syncthreads(), false);
-                if (chunk + 1 < VALUE_CHUNKS) fetch_values(n + (chunk + 1) * BLOCK_K);
-                else if (next < range.end) fetch_keys(next, 0);
+                if (chunk + 1 < VALUE_CHUNKS) fetch_values(t.n + (chunk + 1) * BLOCK_K);
+                else if (walk.more()) fetch_keys(walk.at(), 0);
                 const Compute* weights = probability + chunk * BLOCK_K;
                 if (guarded)
                     multiply<false, true, BLOCK_K, SCORE_STRIDE, VALUE_WIDTH>(
@@ -188,7 +188,6 @@ attention_forward_generic(const __grid_constant__ Params p) {
                     multiply<false, false, BLOCK_K, SCORE_STRIDE, VALUE_WIDTH>(
                         state.out, weights, buffer);
             }
-            n = next;
         }
         write_rows(p, ScoreTile(p, b, h, m, 0), state);
     }

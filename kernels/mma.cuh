@@ -22,7 +22,6 @@ static_assert(BLOCK_M % (16 * WARPS_M) == 0 && BLOCK_N % (16 * WARPS_N) == 0 &&
                   WARPS % WARPS_M == 0, "warps share the tile evenly");
 constexpr int DEPTH = 32 / sizeof(Element);
 constexpr bool IS_TF32 = sizeof(Element) == 4;
-constexpr float LOG2_E = 1.44269504088896341f;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
@@ -273,6 +272,22 @@ __device__ __forceinline__ void store_sums(const Tile& tile, int row, int pair,
                               column % Tile::CHUNK * sizeof(Element);
             store_shared_pair(Element{}, to, at(sums, r, piece * 2) * factor(r),
                               at(sums, r, piece * 2 + 1) * factor(r));
+        }
+}
+
+// The same to rows of LENGTH floats in global memory.
+template <int LENGTH, int TILES, int PIECES, typename Factor>
+__device__ __forceinline__ void store_floats(float* to, int row, int pair, Sums<TILES, PIECES>& sums,
+                                             Factor factor) {
+#pragma unroll
+    for (int r = 0; r < 2 * TILES; ++r)
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int column = pair * 16 + piece * 8 + lane_index() % 4 * 2;
+            const int at_row = row + r / 2 * 16 + r % 2 * 8 + lane_index() / 4;
+            if (column < LENGTH)
+                store_pair(to + at_row * LENGTH + column, at(sums, r, piece * 2) * factor(r),
+                           at(sums, r, piece * 2 + 1) * factor(r));
         }
 }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ void to_gradients(const Params& p, const ScoreTile& t
     });
     if (t.whole()) return;
     keep_branch();
-    const Visible visible(t, mask);
+    const Visible visible(p, t, mask);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll

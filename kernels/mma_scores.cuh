@@ -63,24 +63,37 @@ struct MaskBits {
     }
 };
 
-// Which of the thread's scores are visible: by the bits of a mask, which hold the band as well, or by
-// the first and the last visible column of each row, counted from the thread's first.
+template <bool WIDE> struct WordOf { using Type = uint32; };
+template <> struct WordOf<false> { using Type = unsigned short; };
+
+// Which of the thread's scores are visible: by bits, those of a mask or of a block mask; and by the
+// first and the last column in the band of each row, counted from the thread's first. The bits of a
+// mask hold the band as well.
 struct Visible {
-    unsigned short groups[HAS_MASK ? ROWS : 1][HAS_MASK ? COLUMNS / 4 : 1];   // of 16 keys
+    using Word = WordOf<(WARP_COLUMNS >= 32)>::Type;
+    static constexpr bool HAS_BITS = HAS_MASK || HAS_BLOCKS;
+    static constexpr int WORDS = HAS_BITS ? WARP_COLUMNS / 8 / sizeof(Word) : 1;
+    Vector<Word, WORDS> bits[ROWS];   // of the warp's keys, from the thread's first on
     int low[ROWS], high[ROWS];
 
-    __device__ __forceinline__ Visible(const ScoreTile& t, const MaskBits& mask) {
-        const auto* halves = reinterpret_cast<const unsigned short*>(mask.words);
+    __device__ __forceinline__ Visible(const Params& p, const ScoreTile& t, const MaskBits& mask) {
+        const uint32* words = HAS_BLOCKS ? t.words(p) : mask.words;
         const int first = warp_column() + lane_index() % 4 * 2;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int row = score_row(r);
-            if constexpr (HAS_MASK) {
+            if constexpr (HAS_BITS) {
+                const auto* from = reinterpret_cast<const unsigned char*>(words) +
+                                   row * MaskBits::WORDS * 4 + warp_column() / 8;
+                if (!HAS_BLOCKS || t.bits >= 0)
+                    bits[r] = *reinterpret_cast<const Vector<Word, WORDS>*>(from);
 #pragma unroll
-                for (int group = 0; group < COLUMNS / 4; ++group)
-                    groups[r][group] = halves[row * MaskBits::WORDS * 2 + warp_column() / 16 +
-                                              group] >> lane_index() % 4 * 2;
-            } else {
+                for (int word = 0; word < WORDS; ++word)
+                    bits[r].at[word] = HAS_BLOCKS && t.bits < 0
+                                            ? static_cast<Word>(~0u)
+                                            : bits[r].at[word] >> lane_index() % 4 * 2;
+            }
+            if constexpr (!HAS_MASK) {
                 low[r] = t.lo + row - first;
                 high[r] = min(t.columns - 1, HAS_RIGHT ? t.hi + row : BLOCK_N) - first;
                 if (row >= t.rows) high[r] = -1;
@@ -88,8 +101,11 @@ struct Visible {
         }
     }
     __device__ __forceinline__ bool at(int r, int c) const {
-        if constexpr (HAS_MASK) return groups[r][c / 4] >> (c / 2 % 2 * 8 + c % 2) & 1;
         const int column = c / 2 * 8 + c % 2;
+        constexpr int WIDTH = sizeof(Word) * 8;
+        if constexpr (HAS_BITS)
+            if (!(bits[r].at[column / WIDTH] >> column % WIDTH & 1)) return false;
+        if constexpr (HAS_MASK) return true;
         return (!HAS_LEFT || column >= low[r]) && column <= high[r];
     }
 };

@@ -42,7 +42,8 @@ __device__ __forceinline__ float inner_product(const Element* x, const Element* 
 template <int LENGTH>
 struct RowSum {
     float sum[(LENGTH + 31) / 32] = {};
-    __device__ __forceinline__ void add(float weight, const Element* row) {
+    template <typename Number>
+    __device__ __forceinline__ void add(float weight, const Number* row) {
         for (int d = threadIdx.x % 32, e = 0; d < LENGTH; d += 32, ++e)
             sum[e] += weight * to_compute(row[d]);
     }
@@ -51,6 +52,12 @@ struct RowSum {
         bool lost = true;
         for (int d = threadIdx.x % 32, e = 0; d < LENGTH; d += 32, ++e) lost &= sum[e] != sum[e];
         return __all_sync(~0u, lost);
+    }
+    // Whether an infinity or NaN is among the sums.
+    __device__ __forceinline__ bool is_special() const {
+        bool special = false;
+        for (int d = threadIdx.x % 32, e = 0; d < LENGTH; d += 32, ++e) special |= !(sum[e] - sum[e] == 0);
+        return __any_sync(~0u, special);
     }
     // Writes `channels` channels from `first` on.
     __device__ __forceinline__ void write(Element* row, float factor, int first = 0,
@@ -65,12 +72,13 @@ struct Pair {
     bool seen = false;   // visible, and not hidden by an infinite bias
     float probability = 0, keep = 1, slope = 1;
 
-    __device__ __forceinline__ Pair(const Params& p, const Heads& heads, int64 i, int64 j,
-                                    float lse) {
-        const ScoreTile t(p, heads.b, heads.h, i, j);
-        if (lse == -infinity<float>() || !is_visible(p, t, 0, 0)) return;
+    // Of query i and key j, in the tile t.
+    __device__ __forceinline__ Pair(const Params& p, const Heads& heads, const ScoreTile& t, int64 i,
+                                    int64 j, float lse) {
+        const int row = static_cast<int>(i - t.m), column = static_cast<int>(j - t.n);
+        if (lse == -infinity<float>() || !is_visible(p, t, row, column)) return;
         const float product = inner_product<HEAD_DIM>(heads.query(p, i), heads.key(p, j));
-        const float l = logit(p, t, 0, 0, product, bias_of(p, t, 0, 0), slope);
+        const float l = logit(p, t, row, column, product, bias_of(p, t, row, column), slope);
         if (l == -infinity<float>()) return;
         seen = true;
         probability = exp_of(l - lse);
@@ -89,13 +97,13 @@ struct Pair {
 // A row of the output, from its lse.
 __device__ __noinline__ void make_output(const Params& p, int64 b, int64 h, int64 i, float lse) {
     const Heads heads(p, b, h);
-    const Range range = visible_keys(p, i / BLOCK_M * BLOCK_M);
     RowSum<VALUE_DIM> out;
-    for (int64 j = range.begin; j < range.end; ++j) {
-        const Pair pair(p, heads, i, j, lse);
-        if (!pair.seen) continue;
-        out.add(pair.probability * pair.keep, heads.value(p, j));
-        if (out.is_lost()) break;
+    for (KeyWalk walk(p, b, h, i / BLOCK_M * BLOCK_M); walk.more(); walk.next(p)) {
+        const ScoreTile t = walk.tile(p);
+        for (int64 j = t.n; j < t.n + t.columns && !out.is_lost(); ++j) {
+            const Pair pair(p, heads, t, i, j, lse);
+            if (pair.seen) out.add(pair.probability * pair.keep, heads.value(p, j));
+        }
     }
     out.write(p.out + b * p.out_strides.batch + h * p.out_strides.head + i * p.out_strides.row, 1);
 }
@@ -104,13 +112,13 @@ __device__ __noinline__ void make_output(const Params& p, int64 b, int64 h, int6
 __device__ __noinline__ void make_dq(const Params& p, int64 b, int64 h, int64 i) {
     const Heads heads(p, b, h);
     const float lse = p.lse[(b * p.q_heads + h) * p.q_len + i];
-    const Range range = visible_keys(p, i / BLOCK_M * BLOCK_M);
     RowSum<HEAD_DIM> dq;
-    for (int64 j = range.begin; j < range.end; ++j) {
-        const Pair pair(p, heads, i, j, lse);
-        if (!pair.seen) continue;
-        dq.add(pair.gradient(p, heads, i, j), heads.key(p, j));
-        if (dq.is_lost()) break;
+    for (KeyWalk walk(p, b, h, i / BLOCK_M * BLOCK_M); walk.more(); walk.next(p)) {
+        const ScoreTile t = walk.tile(p);
+        for (int64 j = t.n; j < t.n + t.columns && !dq.is_lost(); ++j) {
+            const Pair pair(p, heads, t, i, j, lse);
+            if (pair.seen) dq.add(pair.gradient(p, heads, i, j), heads.key(p, j));
+        }
     }
     dq.write(p.dq + b * p.dq_strides.batch + h * p.dq_strides.head + i * p.dq_strides.row, p.scale);
 }
@@ -119,17 +127,18 @@ __device__ __noinline__ void make_dq(const Params& p, int64 b, int64 h, int64 i)
 template <typename KeyShare, typename ValueShare>
 __device__ __noinline__ void make_dk_dv(const Params& p, int64 b, int64 kv_head, int64 j) {
     const int64 group = p.q_heads / p.kv_heads;
-    const Range range = visible_queries(p, j / BLOCK_N * BLOCK_N);
     RowSum<HEAD_DIM> dk;
     RowSum<VALUE_DIM> dv;
     for (int64 h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Heads heads(p, b, h);
-        for (int64 i = range.begin; i < range.end; ++i) {
-            const Pair pair(p, heads, i, j, p.lse[(b * p.q_heads + h) * p.q_len + i]);
-            if (!pair.seen) continue;
-            dk.add(pair.gradient(p, heads, i, j), heads.query(p, i));
-            dv.add(pair.probability * pair.keep, heads.dout(p, i));
-            if (dk.is_lost() && dv.is_lost()) break;
+        for (QueryWalk walk(p, b, h, j / BLOCK_N * BLOCK_N); walk.more(); walk.next(p)) {
+            const ScoreTile t = walk.tile(p);
+            for (int64 i = t.m; i < t.m + t.rows && !(dk.is_lost() && dv.is_lost()); ++i) {
+                const Pair pair(p, heads, t, i, j, p.lse[(b * p.q_heads + h) * p.q_len + i]);
+                if (!pair.seen) continue;
+                dk.add(pair.gradient(p, heads, i, j), heads.query(p, i));
+                dv.add(pair.probability * pair.keep, heads.dout(p, i));
+            }
         }
     }
     dk.write(p.dk + b * p.dk_strides.batch + kv_head * p.dk_strides.head + j * p.dk_strides.row,

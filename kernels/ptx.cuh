@@ -31,6 +31,15 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     return y;
 }
 
+// A number that all lanes of a warp have, so that the compiler knows that they do: it then keeps it in
+// one register for all and takes branches without preparing for lanes that part.
+__device__ __forceinline__ int uniform(int x) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("redux.sync.or.b32 %0, %0, 0xffffffff;" : "+r"(x));
+#endif
+    return x;
+}
+
 // --- sm_80 and newer -------------------------------------------------------------------------
 
 // An address in shared memory, as PTX wants it.

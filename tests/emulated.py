@@ -6,6 +6,7 @@ that a kernel that touches anything outside of them ends the process.
 """
 
 import ctypes
+import dataclasses
 import hashlib
 import mmap
 import os
@@ -18,8 +19,10 @@ from types import SimpleNamespace
 import numpy as np
 from arrays import bytes_under
 
-from cuflash import _compile, _execute, _interop, _launch, _plan, _source
+import cuflash
+from cuflash import _compile, _execute, _interop, _launch, _plan, _source, _sparse
 from cuflash._device import Device
+from cuflash._lists import Lists
 
 HERE = Path(__file__).parent / "emulator"
 COMPILER = shutil.which("g++")
@@ -129,6 +132,46 @@ def put_as_it_lies(array):
     return Array(np.ndarray(array.shape, array.dtype, fenced(octets), first, array.strides))
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask(cuflash.BlockMask):
+    """A block mask on the emulated GPU, whose lists are made by NumPy."""
+
+    @property
+    def here(self):
+        return cuflash.BlockMask(self.grid, self.states.get(), self.bits)
+
+    @property
+    def hides_nothing(self):
+        return self.here.hides_nothing
+
+    def lists(self, tile_m, tile_n, transposed=False, *, split=True):
+        key = tile_m, tile_n, transposed, split
+        if key not in self._kept:
+            *arrays, splits = self.here.lists(*key[:3], split=split)
+            self._kept[key] = Lists(*map(put, arrays), splits)
+        return self._kept[key]
+
+
+def put_mask(mask):
+    """A block mask of NumPy on the emulated GPU."""
+    return BlockMask(mask.grid, put(mask.states), mask.bits)
+
+
+def both_ways(inputs, options, place=put, **more):
+    """Attention and its gradients on the emulated GPU: all results by name, as NumPy arrays."""
+    arrays = {name: place(value) for name, value in inputs.items()}
+    there = {
+        name: place(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    dout, dlse = arrays.pop("dout"), arrays.pop("dlse", None)
+    out, lse = cuflash.attention(**arrays, **there, return_lse=True)
+    more.setdefault("bias_grad", "bias" in there)
+    got = cuflash.attention_backward(dout, *arrays.values(), out, lse, **there, dlse=dlse, **more)
+    results = {"out": out, "lse": lse} | got._asdict()
+    return {name: value.inner for name, value in results.items() if value is not None}
+
+
 def _cupy():
     """The functions of CuPy that cuflash calls."""
     return SimpleNamespace(
@@ -138,7 +181,10 @@ def _cupy():
             np.ascontiguousarray(array.inner, dtype=dtype)
         ),
         broadcast_to=lambda array, shape: Array(np.broadcast_to(array.inner, shape)),
-        cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0)),
+        cuda=SimpleNamespace(
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+        ),
     )
 
 
@@ -170,7 +216,7 @@ def install(monkeypatch, folder, arch=90, descending=False):
         return launch
 
     module = _cupy()
-    for place in (_interop, _launch):
+    for place in (_interop, _launch, _sparse):
         monkeypatch.setattr(place, "cupy_module", lambda: module)
     monkeypatch.setattr(_compile, "kernel", kernel)
     monkeypatch.setattr(_plan, "backward", backward)

@@ -34,7 +34,8 @@ def test_variants_cover_tables_and_kernels():
     assert {plan.kernel for plan in plans} == kernels
     features = {name for plan in plans for name, value in plan.constants if value is True}
     assert {f"HAS_{name}" for name in (
-        "LEFT", "RIGHT", "MASK", "BIAS", "ALIBI", "SOFTCAP", "DROPOUT", "SINKS")} < features
+        "LEFT", "RIGHT", "MASK", "BLOCKS", "BIAS", "ALIBI", "SOFTCAP", "DROPOUT", "SINKS",
+    )} < features
 
 
 def test_a_spill_is_a_fault():

@@ -5,27 +5,13 @@ import emulated
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated import both_ways
 from problems import PROBLEMS, make
 
 import cuflash
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 DTYPES = ("float32", "float16", "float64", "bfloat16")
-
-
-def both_ways(inputs, options, place=emulated.put, **more):
-    """All results by name, as NumPy arrays."""
-    arrays = {name: place(value) for name, value in inputs.items()}
-    there = {
-        name: place(value) if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-    dout, dlse = arrays.pop("dout"), arrays.pop("dlse", None)
-    out, lse = cuflash.attention(**arrays, **there, return_lse=True)
-    more.setdefault("bias_grad", "bias" in there)
-    got = cuflash.attention_backward(dout, *arrays.values(), out, lse, **there, dlse=dlse, **more)
-    results = {"out": out, "lse": lse} | got._asdict()
-    return {name: value.inner for name, value in results.items() if value is not None}
 
 
 SMALL = [name for name in sorted(PROBLEMS) if "many" not in name and "512" not in name]

@@ -27,6 +27,16 @@ LAYERS = {
     "_launch": 8,
     "_explain": 8,
     "_compile": 7,
+    "_blockmask": 7,
+    "_sparse": 7,
+    "_lists": 6,
+    "_patterns": 6,
+    "_picture": 6,
+    "_blocks": 5,
+    "_ranges": 5,
+    "_grid": 4,
+    "_bits": 3,
+    "_draws": 3,
     "_plan": 6,
     "_params": 6,
     "_tiles": 4,
@@ -131,4 +141,5 @@ def test_public_names():
                  "new_seed"):
         assert callable(getattr(cuflash, name)) and getattr(cuflash, name).__doc__
         assert name in cuflash.__all__
+    assert isinstance(cuflash.BlockMask, type) and cuflash.BlockMask.__doc__
     assert all(hasattr(cuflash, name) for name in cuflash.__all__)

@@ -23,7 +23,12 @@ EXTRAS = {
 
 
 def plans(arch, head_dim, value_dim, extras=EXTRAS["plain"], dtype="float16", vector=8, **options):
-    """Return the plans of the forward pass, and of the backward pass with both ways to make dq."""
+    """Return the plans of the forward pass, and of the backward pass with both ways to make dq.
+
+    `block_size` is that of a block mask.
+    """
+    if "block_size" in options:
+        options["blocks"] = ((2, 1, 300, 300), options.pop("block_size"))
     q, v = (((2, 300, 4, width), DTYPES[dtype]) for width in (head_dim, value_dim))
     arrays = {name: ((300, 300), np.dtype(kind)) for name, kind in extras.items()}
     problem, device = describe(q, q, v, **arrays, **options), Device.of_arch(arch)
@@ -66,12 +71,67 @@ def test_what_goes_to_generic_kernels(more):
     assert {plan.kernel for plan in found} & ON_TENSOR_CORES == {"attention_backward_prepare"}
 
 
+def sizes_of_tiles(head_dim, block_size, arch=90, **more):
+    """Return the sides of the tiles of the kernels that make the output, dk and dv, and dq."""
+    found = plans(arch, head_dim, head_dim, block_size=block_size, **more)
+    large = [plan for plan in found if "BLOCK_M" in dict(plan.constants)]
+    kernels = ("attention_forward", "attention_backward", "attention_backward_query")
+    return [
+        next((plan.constant("BLOCK_M"), plan.constant("BLOCK_N")) for plan in large
+             if plan.kernel.removesuffix("_generic") == kernel)
+        for kernel in kernels
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "right"), [
+    (64, (128, 128), [(128, 128), (32, 64), (128, 64)]),
+    (64, (256, 128), [(128, 128), (32, 64), (128, 64)]),
+    (64, (64, 64), [(64, 64), (32, 64), (64, 64)]),
+    (64, (16, 16), [(64, 64), (32, 64), (64, 64)]),
+    (64, (64, 128), [(64, 64), (32, 64), (64, 64)]),
+    (64, (128, 64), [(128, 64), (32, 64), (128, 64)]),
+    (64, (112, 128), [(64, 64), (32, 64), (64, 64)]),
+    (128, (128, 128), [(128, 64), (64, 128), (64, 64)]),
+    (128, (16, 64), [(64, 64), (64, 64), (64, 64)]),
+    (256, (16, 16), [(64, 64), (64, 64), (64, 32)]),  # has no small tiles
+])  # fmt: skip
+def test_small_blocks_take_small_tiles(head_dim, block_size, right):
+    assert sizes_of_tiles(head_dim, block_size) == right
+
+
+def test_large_blocks_change_nothing_else():
+    """A block mask is no reason for the tiles of rich scores."""
+    for arch in WITH_TENSOR_CORES:
+        for width in (64, 128, 256):
+            plain = plans(arch, width, width)[0]
+            masked = plans(arch, width, width, block_size=(256, 256))[0]
+            changed = set(plain.constants) ^ set(masked.constants)
+            assert {name for name, _ in changed} == {"HAS_BLOCKS"} and masked.has_blocks
+            assert plain.shared_bytes == masked.shared_bytes
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), (48, 80), (64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("arch", [75, *WITH_TENSOR_CORES])
+def test_lists_can_be_made_for_all_tiles(arch, block_size):
+    """Whatever is the width, the type and the option: BlockMask.lists takes their sides."""
+    for width in (*range(8, 257, 24), 512):
+        for more in ({}, {"dtype": "float32", "vector": 4},
+                     {"dtype": "float32", "vector": 4, "precision": "tf32"},
+                     {"dtype": "float64", "vector": 2}):  # fmt: skip
+            for extras in ("plain", "float32 bias"):
+                found = plans(arch, width, width, EXTRAS[extras], block_size=block_size, **more)
+                for plan in found:
+                    if plan.has_blocks:
+                        assert plan.constant("BLOCK_M") in (8, 16, 32, 64, 128, 256), plan
+                        assert plan.constant("BLOCK_N") in (16, 32, 64, 128, 256), plan
+
+
 def tiles():
     """Return the tensor-core tiles, as (kind of element, tile)."""
     tables = _tiles.TENSOR_FORWARD, _tiles.TENSOR_BACKWARD, _tiles.TENSOR_QUERY
     return sorted({
         (kind, tile) for table in tables for kind, entries in table.items()
-        for entry in entries for tile in entry.plain + entry.rich
+        for entry in entries for tile in entry.plain + entry.rich + entry.sparse
     }, key=str)  # fmt: skip
 
 

@@ -18,6 +18,8 @@ inline unsigned short bfloat_of_float(float x) {
 }
 inline float exp2_approximate(float x) { float y = exp2f(x); return y < 0x1p-126f ? 0 : y; }
 
+inline int uniform(int x) { return x; }
+
 inline unsigned shared_address(const void* pointer) {
     return static_cast<const unsigned char*>(pointer) - emulated_shared;
 }
