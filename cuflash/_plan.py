@@ -156,8 +156,7 @@ def _choices(table: Table[AnyTile], problem: Problem, width: int) -> tuple[AnyTi
     if problem.blocks is None:
         return tiles
     rows, columns = (max(side, 64) for side in problem.blocks[2:])
-    first, second = (tiles, entry.sparse) if rich else (entry.sparse, tiles)
-    tiles = (*first[:1], *second, *first[1:])
+    tiles = (*tiles[:rich], *entry.sparse, *tiles[rich:])
     return tuple(sorted(tiles, key=lambda tile: tile.block_m > rows or tile.block_n > columns))
 
 

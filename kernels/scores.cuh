@@ -52,8 +52,9 @@ struct Turn {
 
 // What comes in this place of a head's order.
 __device__ __forceinline__ Work work_at(const Params& p, int64 b, int64 h, int64 place) {
-    if constexpr (HAS_BLOCKS) return p.work[first_list(p, b, h, p.works) + place];
-    return {static_cast<int>(place), 0, 0, -1};
+    if constexpr (!HAS_BLOCKS) return {static_cast<int>(place), 0, 0, -1};
+    const Work work = p.work[first_list(p, b, h, p.works) + place];
+    return {uniform(work.tile), uniform(work.begin), uniform(work.end), uniform(work.split)};
 }
 
 // Where a head's partial result lies, of so many numbers.

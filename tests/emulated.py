@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,7 @@ class Array:
     """As much of a `cupy.ndarray` as cuflash asks for, around a NumPy array."""
 
     __module__ = "cupy"
+    device = nullcontext()
 
     def __init__(self, inner):
         self.inner = inner
@@ -182,6 +184,7 @@ def _cupy():
         ),
         broadcast_to=lambda array, shape: Array(np.broadcast_to(array.inner, shape)),
         cuda=SimpleNamespace(
+            Device=lambda: SimpleNamespace(id=0),
             runtime=SimpleNamespace(getDevice=lambda: 0),
             get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
         ),

@@ -89,7 +89,7 @@ def sizes_of_tiles(head_dim, block_size, arch=90, **more):
     (64, (64, 64), [(64, 64), (32, 64), (64, 64)]),
     (64, (16, 16), [(64, 64), (32, 64), (64, 64)]),
     (64, (64, 128), [(64, 64), (32, 64), (64, 64)]),
-    (64, (128, 64), [(128, 64), (32, 64), (128, 64)]),
+    (64, (128, 64), [(64, 64), (32, 64), (128, 64)]),
     (64, (112, 128), [(64, 64), (32, 64), (64, 64)]),
     (128, (128, 128), [(128, 64), (64, 128), (64, 64)]),
     (128, (16, 64), [(64, 64), (64, 64), (64, 64)]),
@@ -101,7 +101,7 @@ def test_small_blocks_take_small_tiles(head_dim, block_size, right):
 
 def test_large_blocks_change_nothing_else():
     """A block mask is no reason for the tiles of rich scores."""
-    for arch in WITH_TENSOR_CORES:
+    for arch in (90, 100):  # with room for the first tiles
         for width in (64, 128, 256):
             plain = plans(arch, width, width)[0]
             masked = plans(arch, width, width, block_size=(256, 256))[0]
