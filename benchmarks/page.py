@@ -12,7 +12,8 @@ MOST_PLACES = 4  # named in a remark; more are counted
 
 def suite_text(records: list[Record], suite: Suite) -> str:
     """Write all tables of a suite, with their summaries and where they come from."""
-    parts = [suite.about, *(table(records, quantity) for quantity in suite.shown)]
+    shown = suite.shown if suite.over == "length" else ()  # else the summary is the table
+    parts = [suite.about, *(table(records, quantity) for quantity in shown)]
     parts += [summaries.ALL[name](records, suite.shown[0]) for name in suite.summaries]
     parts += [*_origin(records), *_remarks(records)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -198,7 +198,8 @@ def densities(records: list[Record], quantity: Quantity) -> str:
                 excess[f"{workload.name} {short(direction)}"] = taken / most
         name = (str(workload.head_dim), length_label(workload.q_len), str(workload.mask.block_size))
         density = str(Fraction(workload.mask.density))
-        lines.setdefault(name, {})[density] = cell(cells)
+        whole = [value(base.get((SUBJECT, each)), quantity) for each in directions]
+        lines.setdefault(name, {f"dense, {quantity.unit}": cell(whole)})[density] = cell(cells)
     if not excess:
         return ""
     columns = ordered(density for cells_of in lines.values() for density in cells_of)

@@ -308,8 +308,8 @@ def test_densities_tell_the_worst_cell() -> None:
     some = [w for w in DENSITY if w.name.startswith("density-d64-4k")][:4]
     records = [_record("cuflash", ms, workload=w) for w, ms in zip(some, (1, 1.01, 0.595, 1))]
     lines = summaries.densities(records, MILLISECONDS).splitlines()
-    assert lines[2] == "| head_dim | length | block | 1 | 1/2 | 1/4 |"
-    assert lines[4] == "| 64 | 4k | 128 | 1.01 | 1.19 | 4 |"
+    assert lines[2] == "| head_dim | length | block | dense, ms | 1 | 1/2 | 1/4 |"
+    assert lines[4] == "| 64 | 4k | 128 | 1 | 1.01 | 1.19 | 4 |"
     assert "held by 2 of 3; the worst, density-d64-4k-b128-1/4 fwd, takes 3.25 of" in lines[-1]
     assert summaries.densities(records[:1], MILLISECONDS) == ""
 

@@ -1,5 +1,6 @@
 """What kernels walk, against lists made tile by tile."""
 
+import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,7 +44,7 @@ def check_work(lists, offsets, work, cuts, planes):
             own = sorted((first, stop, number) for r, first, stop, number in pieces if r == row)
             bounds = offsets[plane * count + row : plane * count + row + 2]
             assert [own[0][0], own[-1][1]] == bounds
-            assert all(a[1] == b[0] for a, b in zip(own, own[1:]))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
             numbers = [number for *_, number in own]
             assert numbers == (list(range(*split[row])) if row in split else [-1])
         assert sorted(n for s in split.values() for n in range(*s)) == list(
