@@ -50,7 +50,7 @@ class Row:
     error: float
 
     def __str__(self) -> str:
-        ratio = f"{self.plain.total_ms / self.cuflash.total_ms:.1f}x" if self.plain else "-"
+        ratio = f"{_short(self.plain.total_ms / self.cuflash.total_ms)}x" if self.plain else "-"
         costs = f"{_columns(self.cuflash)}{_columns(self.plain)}"
         return f"{self.length:7,}{costs}  {ratio:>8}  {self.error:.1e}"
 
