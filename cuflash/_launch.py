@@ -13,6 +13,7 @@ from cuflash._params import Arrays, pack
 from cuflash._plan import Plan
 from cuflash._problem import Extras, Problem
 from cuflash._sparse import with_lists
+from cuflash._tensor_maps import with_maps
 
 _HERE = nullcontext()
 
@@ -70,13 +71,13 @@ def attention(
                     lse[...] = extra["sinks"][:, None]
             return out, lse
         arrays = Arrays(q, k, v, out, lse=lse, **extra)
-        parameters, vector = pack(problem, arrays, extras.seed)
-        if vector == 0:
+        packed = pack(problem, arrays, extras.seed)
+        if packed.vector == 0:
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
-            parameters, vector = pack(problem, arrays, extras.seed)
-        plan = _plan.forward(problem, device(index), vector)
+            packed = pack(problem, arrays, extras.seed)
+        plan = _plan.forward(problem, device(index), packed.vector, packed.mapped)
         if extras.blocks is None:
-            _launch(plan, parameters, index)
+            _launch(plan, _argument(plan, arrays, packed.parameters), index)
         else:
             _launch_with_blocks(problem, arrays, plan, extras)
     return out, lse
@@ -84,9 +85,14 @@ def attention(
 
 def _launch_with_blocks(problem: Problem, arrays: Arrays, plan: Plan, extras: Extras) -> None:
     plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
-    parameters, _ = pack(problem, arrays, extras.seed, counts)
+    parameters = pack(problem, arrays, extras.seed, counts).parameters
     for each in plans:
-        _launch(each, parameters, device_index(arrays.q))
+        _launch(each, _argument(each, arrays, parameters), device_index(arrays.q))
+
+
+def _argument(plan: Plan, arrays: Arrays, parameters: Any) -> Any:
+    """What the kernel gets."""
+    return with_maps(plan, arrays, parameters) if plan.kernel.endswith("_sm90") else parameters
 
 
 def attention_backward(
@@ -145,7 +151,7 @@ def _sums_size(problem: Problem) -> int:
 
 def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     index = device_index(arrays.q)
-    parameters, vector = pack(problem, arrays, extras.seed)
+    parameters, vector, _ = pack(problem, arrays, extras.seed)
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
@@ -159,6 +165,6 @@ def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
     """The keep mask of a problem, a boolean array on a device."""
     with on_device(index):
         mask = cupy_module().empty(problem.score_shape, bool)
-        parameters, _ = pack(problem, Arrays(kept=mask), seed)
+        parameters = pack(problem, Arrays(kept=mask), seed).parameters
         _launch(_plan.dropout_mask(problem), parameters, index)
     return mask

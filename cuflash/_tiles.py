@@ -218,3 +218,32 @@ TENSOR_QUERY: dict[str, Table[ForwardTile]] = {
         Entry(256, (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)), (_F(64, 16, 4, 1, 1),)),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Sizes of the Hopper forward kernel's tile; names as the kernel's constants.
+
+    A warp group has 64 of the `block_m` queries.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    ping_pong: bool
+    producer_registers: int
+    consumer_registers: int
+
+
+# By the larger of head_dim and value_dim. The first tiles are those that won in a probe on an H200;
+# `rich` ones leave more registers to a thread, or take fewer.
+_H = HopperTile
+HOPPER_FORWARD: Table[HopperTile] = (
+    Entry(64, (_H(192, 128, 2, True, 32, 160),), (_H(128, 128, 2, True, 40, 232),),
+          (_H(128, 128, 2, True, 40, 232),)),
+    Entry(128, (_H(128, 128, 2, True, 40, 232),), (_H(128, 128, 2, True, 40, 232),)),
+    Entry(192, (_H(128, 96, 2, True, 40, 232),), (_H(128, 96, 2, True, 40, 232),),
+          (_H(128, 64, 2, True, 40, 232),)),
+    Entry(256, (_H(128, 80, 2, False, 40, 232),), (_H(128, 64, 2, False, 40, 232),),
+          (_H(128, 64, 2, False, 40, 232),)),
+)  # fmt: skip

@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,7 +22,9 @@ import numpy as np
 from arrays import bytes_under
 
 import cuflash
-from cuflash import _compile, _execute, _interop, _launch, _plan, _source, _sparse
+from cuflash import (
+    _compile, _execute, _interop, _launch, _plan, _source, _sparse, _tensor_maps,
+)  # fmt: skip
 from cuflash._device import Device
 from cuflash._lists import Lists
 
@@ -52,14 +55,18 @@ extern "C" unsigned params_size() { return sizeof(Params); }
 def library(plan, folder):
     """Compile the kernel of a plan; the file is kept by its text in `folder`."""
     text = _source.source(plan.kernel, plan.constants)
-    start = text.index('#line 1 "ptx.cuh"')
-    end = text.index('#line', start + 1)
-    text = text[:start] + '#include "ptx.cuh"\n' + text[end:]
+    for name in ("ptx.cuh", "ptx_sm90.cuh", "wgmma.cuh"):
+        start = text.find(f'#line 1 "{name}"')
+        if start >= 0:
+            end = text.index("#line", start + 1)
+            text = text[:start] + f'#include "{name}"\n' + text[end:]
     text = text.replace(
         "extern __shared__ __align__(16) unsigned char shared[];",
         "unsigned char* shared = emulated_shared;",
     )
-    text = '#include "cuda.h"\n' + text + _MAIN.replace("KERNEL", plan.kernel)
+    kind = "MappedParams" if "struct MappedParams" in text else "Params"
+    main = _MAIN.replace("KERNEL", plan.kernel).replace("Params", kind)
+    text = '#include "cuda.h"\n' + text + main
     headers = "".join(path.read_text() for path in sorted(HERE.iterdir()))
     path = Path(folder) / f"{hashlib.sha256((headers + text).encode()).hexdigest()[:32]}.so"
     if not path.exists():
@@ -191,6 +198,13 @@ def _cupy():
     )
 
 
+def _encoded(pointer, shape, strides, kind, rows):
+    """A tensor's map as emulator/ptx_sm90.cuh reads it."""
+    batch, length, heads, channels = shape
+    lengths, steps = (channels, length, heads, batch), (strides[1], strides[2], strides[0])
+    return struct.pack("<Q4q3q2i", pointer, *lengths, *steps, rows, 2).ljust(128, b"\0")
+
+
 def install(monkeypatch, folder, arch=90, descending=False):
     """Make cuflash use the emulated GPU for arrays of type `Array`.
 
@@ -212,7 +226,10 @@ def install(monkeypatch, folder, arch=90, descending=False):
         def launch(grid, threads, arguments, shared_mem):
             (parameters,) = arguments
             assert built.params_size() == parameters.nbytes
-            address = ctypes.c_void_p(parameters.ctypes.data)
+            room = np.zeros(parameters.nbytes + 64, np.uint8)
+            room = room[-room.ctypes.data % 64 :][: parameters.nbytes]
+            room[:] = np.frombuffer(parameters.tobytes(), np.uint8)
+            address = ctypes.c_void_p(room.ctypes.data)
             vain = built.run(grid[0], threads[0], shared_mem, address, int(descending))
             assert not vain, "the threads of a block wait for each other in vain"
 
@@ -222,6 +239,7 @@ def install(monkeypatch, folder, arch=90, descending=False):
     for place in (_interop, _launch, _sparse):
         monkeypatch.setattr(place, "cupy_module", lambda: module)
     monkeypatch.setattr(_compile, "kernel", kernel)
+    monkeypatch.setattr(_tensor_maps, "encoded", _encoded)
     monkeypatch.setattr(_plan, "backward", backward)
     for place in (_launch, _execute):
         monkeypatch.setattr(place, "device", lambda index: Device.of_arch(arch))

@@ -29,6 +29,7 @@ LAYERS = {
     "_compile": 7,
     "_blockmask": 7,
     "_sparse": 7,
+    "_tensor_maps": 7,
     "_lists": 6,
     "_patterns": 6,
     "_picture": 6,

@@ -35,7 +35,8 @@ constexpr size_t STACK = 256 << 10;
 static jmp_buf scheduler;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
-static Barrier block, named[16];
+static Barrier block, named[16], warp_groups[8];   // the last: of four warps
+static unsigned progress;              // ends of phases of barriers in shared memory
 static unsigned polls;                 // calls of __syncthreads_or so far
 static int any[2];                     // their results, by the parity of the call
 static uint64_t slots[1024];           // shuffles
@@ -54,14 +55,21 @@ __attribute__((noinline)) static void pause() {
     if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1);
 }
 
-static void wait(Barrier& barrier, unsigned count) {
-    unsigned round = barrier.round;
+// Arrives without waiting.
+static void arrive(Barrier& barrier, unsigned count) {
     if (++barrier.arrived == count) {
         barrier.arrived = 0;
         ++barrier.round;
     }
+}
+
+static void wait(Barrier& barrier, unsigned count) {
+    unsigned round = barrier.round;
+    arrive(barrier, count);
     while (barrier.round == round) pause();
 }
+
+static void wait_group() { wait(warp_groups[threadIdx.x / 128], 128); }
 
 static void wait_warp() {
     unsigned first = threadIdx.x / 32 * 32, rest = fibers.size() - first;
@@ -81,6 +89,7 @@ static bool run_block(unsigned threads, bool descending) {
     warps.assign((threads + 31) / 32, {});
     block = {};
     for (Barrier& barrier : named) barrier = {};
+    for (Barrier& barrier : warp_groups) barrier = {};
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
         fiber.begun = fiber.done = false;
@@ -92,20 +101,22 @@ static bool run_block(unsigned threads, bool descending) {
     }
     for (unsigned idle = 0; idle < 3;) {
         bool running = false;
-        unsigned before = block.round, progress = 0;
+        unsigned before = block.round + progress, after = 0;
         for (const Barrier& warp : warps) before += warp.round;
         for (const Barrier& barrier : named) before += barrier.round;
+        for (const Barrier& barrier : warp_groups) before += barrier.round;
         for (unsigned turn = 0; turn < threads; ++turn) {
             unsigned t = descending ? threads - 1 - turn : turn;
             if (fibers[t].done) continue;
             running = true;
             resume(t);
-            progress += fibers[t].done;
+            after += fibers[t].done;
         }
         if (!running) return true;
-        for (const Barrier& warp : warps) progress += warp.round;
-        for (const Barrier& barrier : named) progress += barrier.round;
-        idle = progress + block.round == before ? idle + 1 : 0;
+        for (const Barrier& warp : warps) after += warp.round;
+        for (const Barrier& barrier : named) after += barrier.round;
+        for (const Barrier& barrier : warp_groups) after += barrier.round;
+        idle = after + block.round + progress == before ? idle + 1 : 0;
     }
     return false;
 }
