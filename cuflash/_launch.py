@@ -77,7 +77,7 @@ def attention(
             packed = pack(problem, arrays, extras.seed)
         plan = _plan.forward(problem, device(index), packed.vector, packed.mapped)
         if extras.blocks is None:
-            _launch(plan, _argument(plan, arrays, packed.parameters), index)
+            _launch_forward(plan, arrays, packed.parameters)
         else:
             _launch_with_blocks(problem, arrays, plan, extras)
     return out, lse
@@ -87,12 +87,14 @@ def _launch_with_blocks(problem: Problem, arrays: Arrays, plan: Plan, extras: Ex
     plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
     parameters = pack(problem, arrays, extras.seed, counts).parameters
     for each in plans:
-        _launch(each, _argument(each, arrays, parameters), device_index(arrays.q))
+        _launch_forward(each, arrays, parameters)
 
 
-def _argument(plan: Plan, arrays: Arrays, parameters: Any) -> Any:
-    """What the kernel gets."""
-    return with_maps(plan, arrays, parameters) if plan.kernel.endswith("_sm90") else parameters
+def _launch_forward(plan: Plan, arrays: Arrays, parameters: Any) -> None:
+    if plan.kernel.endswith("_sm90"):
+        taken = cupy_module().zeros(1, "uint32")
+        parameters = with_maps(plan, arrays, taken, parameters)
+    _launch(plan, parameters, device_index(arrays.q))
 
 
 def attention_backward(

@@ -454,16 +454,20 @@ def _hopper(problem: Problem, device: Device, vector: int) -> Plan | None:
     tiles = _choices(HOPPER_FORWARD, problem, max(problem.head_dim, problem.value_dim))
     if not tiles or (problem.blocks and not _within(tiles[0], problem.blocks)):
         return None
-    return _forward_hopper(problem, tiles[0])
+    return _forward_hopper(problem, tiles[0], device)
 
 
-def _forward_hopper(problem: Problem, tile: HopperTile) -> Plan:
+def _forward_hopper(problem: Problem, tile: HopperTile, device: Device) -> Plan | None:
     warps = tile.block_m // 16
     width = next(n for n in _PRODUCT_WIDTHS if n >= problem.value_dim)
     stage = _panels(tile.block_n, problem.head_dim, 2) + _panels(tile.block_n, width, 2)
-    barriers = 8 * (2 * tile.block_m // 64 + 4 * tile.stages)
-    shared = _panels(tile.block_m, problem.head_dim, 2) + tile.stages * stage + barriers + 1024
+    queries = tile.query_buffers * _panels(tile.block_m, problem.head_dim, 2)
+    barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
+    shared = queries + tile.stages * stage + 8 * barriers + 8 + 1024
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
+    if blocks > MAX_GRID:  # tiles' numbers have 32 bits
+        return None
+    blocks = min(blocks, device.multiprocessors)
     return _tensor_plan(
         "attention_forward_sm90", problem, tile, blocks, warps + 4, shared,
         ("WARPS", warps), ("WARPS_M", warps), ("PRODUCT_WIDTH", width),

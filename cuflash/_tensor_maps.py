@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,13 +17,18 @@ _SWIZZLE_128B, _PROMOTE_128B = 3, 2
 _CHANNELS = 64  # of a box: 128 bytes
 
 
-def with_maps(plan: Plan, arrays: Arrays, parameters: np.ndarray) -> np.ndarray:
-    """The parameters of a kernel that copies q, k and v by maps (kernels/mma_sm90.cuh)."""
+def with_maps(
+    plan: Plan, arrays: Arrays, taken: Any, parameters: np.ndarray
+) -> np.ndarray:
+    """The parameters of a kernel that copies q, k and v by maps (kernels/mma_sm90.cuh).
+
+    `taken` is a uint32 array that holds a zero.
+    """
     block_n = int(plan.constant("BLOCK_N"))
     kind = str(plan.constant("Element"))
     boxes = ((arrays.q, 64), (arrays.k, block_n), (arrays.v, block_n))
     maps = [encoded(array.data.ptr, array.shape, array.strides, kind, rows) for array, rows in boxes]
-    data = b"".join(maps) + parameters.tobytes()
+    data = b"".join(maps) + struct.pack("<Q", taken.data.ptr) + parameters.tobytes()
     data += bytes(-len(data) % 64)
     return np.frombuffer(data, f"V{len(data)}")
 

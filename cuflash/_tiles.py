@@ -230,6 +230,7 @@ class HopperTile:
     block_m: int
     block_n: int
     stages: int
+    query_buffers: int
     ping_pong: bool
     producer_registers: int
     consumer_registers: int
@@ -239,11 +240,11 @@ class HopperTile:
 # `rich` ones leave more registers to a thread, or take fewer.
 _H = HopperTile
 HOPPER_FORWARD: Table[HopperTile] = (
-    Entry(64, (_H(192, 128, 2, True, 32, 160),), (_H(128, 128, 2, True, 40, 232),),
-          (_H(128, 128, 2, True, 40, 232),)),
-    Entry(128, (_H(128, 128, 2, True, 40, 232),), (_H(128, 128, 2, True, 40, 232),)),
-    Entry(192, (_H(128, 96, 2, True, 40, 232),), (_H(128, 96, 2, True, 40, 232),),
-          (_H(128, 64, 2, True, 40, 232),)),
-    Entry(256, (_H(128, 80, 2, False, 40, 232),), (_H(128, 64, 2, False, 40, 232),),
-          (_H(128, 64, 2, False, 40, 232),)),
+    Entry(64, (_H(192, 128, 2, 2, True, 32, 160),), (_H(128, 128, 2, 2, True, 40, 232),),
+          (_H(128, 128, 2, 2, True, 40, 232),)),
+    Entry(128, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),)),
+    Entry(192, (_H(128, 96, 2, 1, True, 40, 232),), (_H(128, 96, 2, 1, True, 40, 232),),
+          (_H(128, 64, 2, 1, True, 40, 232),)),
+    Entry(256, (_H(128, 80, 2, 1, False, 40, 232),), (_H(128, 64, 2, 1, False, 40, 232),),
+          (_H(128, 64, 2, 1, False, 40, 232),)),
 )  # fmt: skip

@@ -1,18 +1,20 @@
 // Exact attention, forward, on Hopper (sm_90a): TMA, wgmma, and softmax behind products
 // (FlashAttention-3's design), for float16 and bfloat16. A block takes BLOCK_M queries of one head.
 //
-// Threads: the first WARPS / 4 warp groups are consumers with 64 queries each; of the last group, the
-// producer, one thread starts all copies. Consumers' products run behind softmax: while a tile's
+// Threads: the first WARPS / 4 warp groups are consumers with 64 queries each. Of the last group, the
+// producer, one warp fetches tiles' numbers and copies keys and values, another one queries. Consumers' products run behind softmax: while a tile's
 // weights are made, the scores of the next tile and the output of the one before are on their way.
 // With PING_PONG, two groups take turns at the tensor cores, so that one's softmax meets the other's
 // products.
 //
-// Grid: one-dimensional, each block takes tiles blockIdx.x, + gridDim.x, ... Shared memory, in panels
-// (mma.cuh), from a multiple of 1024 bytes on: queries [BLOCK_M], STAGES x keys [BLOCK_N], STAGES x
-// values [BLOCK_N], barriers.
+// Grid: one-dimensional, no more blocks than the GPU holds; each takes tile blockIdx.x and then, by a
+// counter, one after the other that nobody has taken. Shared memory, in panels (mma.cuh), from a
+// multiple of 1024 bytes on: QUERY_BUFFERS x queries [BLOCK_M], STAGES x keys [BLOCK_N], STAGES x values
+// [BLOCK_N], barriers, two tiles' numbers.
 //
-// Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, STAGES, PING_PONG, HAS_SINKS,
-// PRODUCER_REGISTERS, CONSUMER_REGISTERS.
+// Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, PRODUCT_WIDTH (VALUE_DIM, or the next
+// that wgmma.cuh has), STAGES, QUERY_BUFFERS, PING_PONG, HAS_SINKS, PRODUCER_REGISTERS,
+// CONSUMER_REGISTERS.
 #include "mma_outputs.cuh"
 #include "mma_sm90.cuh"
 
@@ -22,9 +24,9 @@ using Queries = Panels<BLOCK_M, HEAD_WIDTH>;
 using Keys = Panels<BLOCK_N, HEAD_WIDTH>;
 using Values = Panels<BLOCK_N, VALUE_WIDTH>;
 using Outs = Panels<BLOCK_M, VALUE_WIDTH>;
-constexpr int BARRIERS = 2 * GROUPS + 4 * STAGES;
-static_assert(Queries::BYTES + STAGES * (Keys::BYTES + Values::BYTES) + BARRIERS * 8 + 1024 ==
-                  SHARED_BYTES, "the plan counts shared memory as the kernel does");
+constexpr int BARRIERS = 2 * QUERY_BUFFERS * GROUPS + 4 * STAGES + 4;
+static_assert(QUERY_BUFFERS * Queries::BYTES + STAGES * (Keys::BYTES + Values::BYTES) + BARRIERS * 8 +
+                  8 + 1024 == SHARED_BYTES, "the plan counts shared memory as the kernel does");
 static_assert(BLOCK_M == 64 * GROUPS && WARPS_M == WARPS, "64 rows for each group");
 static_assert(Outs::BYTES <= Queries::BYTES, "outputs go where queries were");
 static_assert(!HAS_MASK && !HAS_BIAS, "these go through the portable kernel");
@@ -32,12 +34,13 @@ static_assert(!PING_PONG || GROUPS > 1, "somebody must take the turn");
 constexpr int STEPS = BLOCK_N / 16;
 using Weights = uint32[STEPS][4];
 
-// A ring of STAGES buffers: the one at hand, and the phase of its barriers.
+// A ring of buffers: the one at hand, and the phase of its barriers.
+template <int COUNT>
 struct Ring {
     int stage = 0;
     uint32 phase;
     __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
+        if (++stage == COUNT) {
             stage = 0;
             phase ^= 1;
         }
@@ -119,30 +122,35 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     const Params& p = mapped.params;
     extern __shared__ __align__(16) unsigned char shared[];
     const uint32 start = shared_address(shared), first = (start + 1023) & ~1023u;
-    const Queries queries{first};
-    auto keys = [&](int stage) { return Keys{first + Queries::BYTES + stage * Keys::BYTES}; };
+    constexpr int ALL_QUERIES = QUERY_BUFFERS * Queries::BYTES;
+    auto queries = [&](int buffer) { return Queries{first + buffer * Queries::BYTES}; };
+    auto keys = [&](int stage) { return Keys{first + ALL_QUERIES + stage * Keys::BYTES}; };
     auto values = [&](int stage) {
-        return Values{first + Queries::BYTES + STAGES * Keys::BYTES + stage * Values::BYTES};
+        return Values{first + ALL_QUERIES + STAGES * Keys::BYTES + stage * Values::BYTES};
     };
-    const uint32 barriers = first + Queries::BYTES + STAGES * (Keys::BYTES + Values::BYTES);
-    auto queries_full = [&](int group) { return barriers + group * 8; };
-    auto queries_free = [&](int group) { return barriers + (GROUPS + group) * 8; };
-    auto keys_full = [&](int stage) { return barriers + (2 * GROUPS + stage) * 8; };
-    auto keys_free = [&](int stage) { return barriers + (2 * GROUPS + STAGES + stage) * 8; };
-    auto values_full = [&](int stage) { return barriers + (2 * GROUPS + 2 * STAGES + stage) * 8; };
-    auto values_free = [&](int stage) { return barriers + (2 * GROUPS + 3 * STAGES + stage) * 8; };
+    // Barriers in pairs: what they guard is full, or free.
+    const uint32 barriers = first + ALL_QUERIES + STAGES * (Keys::BYTES + Values::BYTES);
+    auto full = [](uint32 pair) { return pair; };
+    auto free = [](uint32 pair) { return pair + 8; };
+    auto tile_pair = [&](int slot) { return barriers + slot * 16; };
+    auto key_pair = [&](int stage) { return barriers + (2 + stage) * 16; };
+    auto value_pair = [&](int stage) { return barriers + (2 + STAGES + stage) * 16; };
+    auto query_pair = [&](int buffer, int group) {
+        return barriers + (2 + 2 * STAGES + buffer * GROUPS + group) * 16;
+    };
+    auto tile_number = [&](int slot) { return barriers + BARRIERS * 8 + slot * 4; };
 
     if (threadIdx.x == 0) {
-        for (int group = 0; group < GROUPS; ++group) {
-            init_barrier(queries_full(group), 1);
-            init_barrier(queries_free(group), 4);
-        }
+        auto init = [&](uint32 pair, int users) {
+            init_barrier(full(pair), 1);
+            init_barrier(free(pair), users);
+        };
+        for (int slot = 0; slot < 2; ++slot) init(tile_pair(slot), WARPS + 1);
         for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(keys_full(stage), 1);
-            init_barrier(keys_free(stage), WARPS);
-            init_barrier(values_full(stage), 1);
-            init_barrier(values_free(stage), WARPS);
+            init(key_pair(stage), WARPS);
+            init(value_pair(stage), WARPS);
         }
+        for (int i = 0; i < QUERY_BUFFERS * GROUPS; ++i) init(query_pair(0, i), 4);
         end_init_barriers();
     }
     __syncthreads();
@@ -150,57 +158,76 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     const int64 works = HAS_BLOCKS ? p.works : (p.q_len + BLOCK_M - 1) / BLOCK_M;
     const int64 tiles = works * p.batch * p.q_heads, group_size = p.q_heads / p.kv_heads;
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const bool leads = lane_index() == 0;   // acts for its warp
+    Ring<2> slots{0, 0};
+    // The next tile's number, at least `tiles` at the end.
+    auto receive = [&]() {
+        wait_phase(full(tile_pair(slots.stage)), slots.phase);
+        const uint32 number = uniform(load_shared(tile_number(slots.stage)));
+        __syncwarp();
+        if (leads) arrive(free(tile_pair(slots.stage)));
+        slots.next();
+        return static_cast<int64>(number);
+    };
     if (role == GROUPS) {
         shrink_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x % 128 >= 32) return;
-        const bool leads = lane_index() == 0;   // starts the copies
-        Ring key_ring{0, 1}, value_ring{0, 1};
-        uint32 query_phase = 1;
-        for (int64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-            const Tile tile(p, index, works);
-            if (HAS_BLOCKS && tile.work.tile < 0) continue;
-            const int b = static_cast<int>(tile.b), h = static_cast<int>(tile.h);
-            const int kv_head = static_cast<int>(h / group_size), m = static_cast<int>(tile.m);
-            KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
-            // A tile of `map`, panel after panel, when its place is free.
-            auto copy = [&](const TensorMap& map, uint32 to, int panels, int panel_bytes, uint32 full,
-                            uint32 free, uint32 phase, int row, int head) {
-                if (!leads) return;
-                wait_phase(free, phase);
-                arrive_with_bytes(full, panels * panel_bytes);
+        // A tile of `map`, panel after panel, when its place is free.
+        auto copy = [&](const TensorMap& map, uint32 to, int panels, int panel_bytes, int bytes,
+                        uint32 pair, uint32 phase, int64 row, int64 head, int64 batch) {
+            if (!leads) return;
+            wait_phase(free(pair), phase);
+            arrive_with_bytes(full(pair), panels * bytes);
 #pragma unroll 1
-                for (int panel = 0; panel < panels; ++panel)
-                    copy_box(to + panel * panel_bytes, map, full, panel * 64, row, head, b);
-            };
-            auto copy_keys = [&](int64 n) {
-                const int stage = key_ring.stage;
-                copy(mapped.k, keys(stage).base, Keys::BYTES / Keys::PANEL, Keys::PANEL,
-                     keys_full(stage), keys_free(stage), key_ring.phase, static_cast<int>(n), kv_head);
-                key_ring.next();
-            };
-            auto copy_values = [&](int64 n) {
-                const int stage = value_ring.stage;
-                copy(mapped.v, values(stage).base, Values::BYTES / Values::PANEL, Values::PANEL,
-                     values_full(stage), values_free(stage), value_ring.phase, static_cast<int>(n),
-                     kv_head);
-                value_ring.next();
-            };
-#pragma unroll 1
-            for (int group = 0; group < GROUPS && leads; ++group) {
-                wait_phase(queries_free(group), query_phase);
-                arrive_with_bytes(queries_full(group), Queries::BYTES / GROUPS);
-#pragma unroll 1
-                for (int panel = 0; panel < Queries::BYTES / Queries::PANEL; ++panel)
-                    copy_box(queries.base + panel * Queries::PANEL + group * 64 * 128, mapped.q,
-                             queries_full(group), panel * 64, m + group * 64, h, b);
+            for (int panel = 0; panel < panels; ++panel)
+                copy_box(to + panel * panel_bytes, map, full(pair), panel * 64, static_cast<int>(row),
+                         static_cast<int>(head), static_cast<int>(batch));
+        };
+        if (threadIdx.x / 32 % 4 == 0) {
+            Ring<STAGES> key_ring{0, 1}, value_ring{0, 1};
+            slots.phase = 1;
+            for (int64 index = blockIdx.x;;) {
+                if (leads) {
+                    wait_phase(free(tile_pair(slots.stage)), slots.phase);
+                    store_shared(tile_number(slots.stage), static_cast<uint32>(min64(index, tiles)));
+                    arrive(full(tile_pair(slots.stage)));
+                }
+                slots.next();
+                if (index >= tiles) break;
+                const uint32 taken = leads ? atomicAdd(mapped.taken, 1u) : 0;
+                const Tile tile(p, index, works);
+                if (!HAS_BLOCKS || tile.work.tile >= 0) {
+                    const int64 kv_head = tile.h / group_size;
+                    KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
+                    auto copy_keys = [&](int64 n) {
+                        copy(mapped.k, keys(key_ring.stage).base, Keys::BYTES / Keys::PANEL, Keys::PANEL,
+                             Keys::PANEL, key_pair(key_ring.stage), key_ring.phase, n, kv_head, tile.b);
+                        key_ring.next();
+                    };
+                    if (walk.more()) copy_keys(walk.at());
+                    while (walk.more()) {   // the keys of the next tile ahead of the values of this one
+                        const int64 n = walk.at();
+                        walk.next(p);
+                        if (walk.more()) copy_keys(walk.at());
+                        copy(mapped.v, values(value_ring.stage).base, Values::BYTES / Values::PANEL,
+                             Values::PANEL, Values::PANEL, value_pair(value_ring.stage),
+                             value_ring.phase, n, kv_head, tile.b);
+                        value_ring.next();
+                    }
+                }
+                index = static_cast<int64>(gridDim.x) + __shfl_sync(~0u, taken, 0);
             }
-            query_phase ^= 1;
-            if (walk.more()) copy_keys(walk.at());
-            while (walk.more()) {   // the keys of the next tile ahead of the values of this one
-                const int64 n = walk.at();
-                walk.next(p);
-                if (walk.more()) copy_keys(walk.at());
-                copy_values(n);
+        } else if (threadIdx.x / 32 % 4 == 1) {
+            // Queries have their own warp: waiting for their place holds up no keys of the next tile.
+            Ring<QUERY_BUFFERS> ring{0, 1};
+            for (int64 index; (index = receive()) < tiles;) {
+                const Tile tile(p, index, works);
+                if (HAS_BLOCKS && tile.work.tile < 0) continue;
+#pragma unroll 1
+                for (int group = 0; group < GROUPS; ++group)
+                    copy(mapped.q, queries(ring.stage).base + group * 64 * 128,
+                         Queries::BYTES / Queries::PANEL, Queries::PANEL, 64 * 128,
+                         query_pair(ring.stage, group), ring.phase, tile.m + group * 64, tile.h, tile.b);
+                ring.next();
             }
         }
         return;
@@ -208,9 +235,8 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
 
     grow_registers<CONSUMER_REGISTERS>();
     const int group = role;
-    const bool leads = lane_index() == 0;   // arrives for its warp
-    Ring key_ring{0, 0}, value_ring{0, 0};
-    uint32 query_phase = 0;
+    Ring<STAGES> key_ring{0, 0}, value_ring{0, 0};
+    Ring<QUERY_BUFFERS> query_ring{0, 0};
     auto take_turn = [&]() {
         if constexpr (PING_PONG) sync_some(1 + group, 256);
     };
@@ -218,10 +244,11 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         if constexpr (PING_PONG) arrive_some(1 + (group + 1) % GROUPS, 256);
     };
     if (group == GROUPS - 1) hand_on_turn();   // the first turn is group 0's
-    for (int64 index = blockIdx.x; index < tiles; index += gridDim.x) {
+    for (int64 index; (index = receive()) < tiles;) {
         const Tile tile(p, index, works);
         if (HAS_BLOCKS && tile.work.tile < 0) continue;
         KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
+        const Queries own = queries(query_ring.stage);
         State state;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -230,19 +257,18 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
 #pragma unroll
             for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) = 0;
         }
-        const uint32 own_queries = queries.base + group * 64 * 128;
         auto start_scores = [&](ScoreSums& s) {
-            start_rows<HEAD_WIDTH, BLOCK_M>(s, own_queries, keys(key_ring.stage).base);
+            start_rows<HEAD_WIDTH, BLOCK_M>(s, own.base + group * 64 * 128, keys(key_ring.stage).base);
         };
         auto start_outputs = [&](const Weights& weights) {
             start_columns<BLOCK_N>(state.out, weights, values(value_ring.stage).base);
         };
         auto free_keys = [&]() {
-            if (leads) arrive(keys_free(key_ring.stage));
+            if (leads) arrive(free(key_pair(key_ring.stage)));
             key_ring.next();
         };
         auto free_values = [&]() {
-            if (leads) arrive(values_free(value_ring.stage));
+            if (leads) arrive(free(value_pair(value_ring.stage)));
             value_ring.next();
         };
         auto make_weights = [&](Weights& weights, const ScoreTile& t, const ScoreSums& s) {
@@ -253,13 +279,12 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             }
         };
 
-        wait_phase(queries_full(group), query_phase);
-        query_phase ^= 1;
+        wait_phase(full(query_pair(query_ring.stage, group)), query_ring.phase);
         if (walk.more()) {
             Weights weights;
             {
                 ScoreSums s;
-                wait_phase(keys_full(key_ring.stage), key_ring.phase);
+                wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 start_scores(s);
                 wait_products<0>();
                 pin(s);
@@ -272,10 +297,10 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
 #pragma unroll 1
             for (; walk.more(); walk.next(p)) {
                 ScoreSums s;
-                wait_phase(keys_full(key_ring.stage), key_ring.phase);
+                wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 take_turn();
                 start_scores(s);
-                wait_phase(values_full(value_ring.stage), value_ring.phase);
+                wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
                 start_outputs(weights);
                 hand_on_turn();
                 wait_products<1>();
@@ -289,17 +314,18 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 make_weights(weights, t, s);
                 if (shrinks) shrink_out(state);
             }
-            wait_phase(values_full(value_ring.stage), value_ring.phase);
+            wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
             start_outputs(weights);
             wait_products<0>();
             pin(state.out);
             free_values();
         }
-        write_rows<true>(p, ScoreTile(p, tile.b, tile.h, tile.m, 0), state, Outs{queries.base},
-                         shared + (first - start), tile.work.split);
-        end_own_writes();   // before the copies of the next queries
+        write_rows<true>(p, ScoreTile(p, tile.b, tile.h, tile.m, 0), state, Outs{own.base},
+                         shared + (own.base - start), tile.work.split);
+        end_own_writes();   // before the copies of other queries
         __syncwarp();
-        if (leads) arrive(queries_free(group));
+        if (leads) arrive(free(query_pair(query_ring.stage, group)));
+        query_ring.next();
     }
     if (group == 0) take_turn();   // the turn that is left
 }
