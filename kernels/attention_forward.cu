@@ -199,7 +199,7 @@ attention_forward(const __grid_constant__ Params p) {
         }
         wait_copies<0>();
         const Outs outs{queries.base};   // the warp's rows are where its queries were
-        write_rows<Outs::BYTES <= Queries::BYTES>(p, ScoreTile(p, b, h, m, 0), state, outs, shared,
+        write_rows<Outs::BYTES <= Queries::BYTES, false>(p, ScoreTile(p, b, h, m, 0), state, outs, shared,
                                                   work.split);
     }
 }

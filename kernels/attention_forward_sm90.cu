@@ -56,8 +56,12 @@ struct Tile {
     __device__ __forceinline__ Tile(const Params& p, int64 index, int64 works) {
         const int64 heads = p.batch * p.q_heads;
         const Turn turn(index, works, heads, min64(heads, HAS_RIGHT ? 4 * p.section_heads : 1));
-        b = turn.head / p.q_heads, h = turn.head % p.q_heads;
-        work = work_at(p, b, h, HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile);
+        // Uniform, which the compiler cannot see behind 64-bit divisions: else each descriptor of a product
+        // has to be moved to uniform registers.
+        const int head = uniform(static_cast<int>(turn.head)), q_heads = static_cast<int>(p.q_heads);
+        const int place = uniform(static_cast<int>(turn.tile));
+        b = head / q_heads, h = head % q_heads;
+        work = work_at(p, b, h, HAS_RIGHT && !HAS_BLOCKS ? works - 1 - place : place);
         m = static_cast<int64>(work.tile) * BLOCK_M;
     }
 };
@@ -248,6 +252,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         const Tile tile(p, index, works);
         if (HAS_BLOCKS && tile.work.tile < 0) continue;
         KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
+        walk.place = uniform(walk.place), walk.end = uniform(walk.end);   // as tiles' numbers
         const Queries own = queries(query_ring.stage);
         State state;
 #pragma unroll
@@ -320,7 +325,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             pin(state.out);
             free_values();
         }
-        write_rows<true>(p, ScoreTile(p, tile.b, tile.h, tile.m, 0), state, Outs{own.base},
+        write_rows<true, true>(p, ScoreTile(p, tile.b, tile.h, tile.m, 0), state, Outs{own.base},
                          shared + (own.base - start), tile.work.split);
         end_own_writes();   // before the copies of other queries
         __syncwarp();

@@ -19,7 +19,7 @@ __device__ __forceinline__ void drop_weights(uint32 (&to)[4], const Params& p, c
 
 // Writes the rows of the warp, or a partial result of them. THROUGH_SHARED: by way of its rows of
 // `outs`, which begins at `memory`; nobody else uses them now.
-template <bool THROUGH_SHARED, typename State, typename Outs>
+template <bool THROUGH_SHARED, bool CALLS_NOTHING, typename State, typename Outs>
 __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, State& state,
                                            const Outs& outs, unsigned char* memory, int split) {
     Element* out = p.out + t.b * p.out_strides.batch + t.m * p.out_strides.row +
@@ -79,8 +79,10 @@ __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, 
         for (int r = 0; r < ROWS; ++r)
             for (uint32 rows = rows_that(special[r]); rows != 0; rows &= rows - 1) {
                 const int lane = __ffs(rows) - 1;
-                make_output(p, t.b, t.h, t.m + __shfl_sync(~0u, score_row(r), lane),
-                            __shfl_sync(~0u, row_lse[r], lane));
+                const int64 row = t.m + __shfl_sync(~0u, score_row(r), lane);
+                const float own_lse = __shfl_sync(~0u, row_lse[r], lane);
+                if constexpr (CALLS_NOTHING) make_output_here(p, t.b, t.h, row, own_lse);
+                else make_output(p, t.b, t.h, row, own_lse);
             }
 }
 

@@ -17,11 +17,10 @@ struct MappedParams {
     Params params;
 };
 
-// Where a factor lies: its first panel and, in products over columns, how far the next one is.
-__device__ __forceinline__ uint64 descriptor(uint32 address, int panel = 16) {
-    constexpr uint64 EIGHT_ROWS = 1024, SWIZZLE_128 = 1ull << 62;
-    return (address & 0x3ffff) >> 4 | static_cast<uint64>(panel >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
-           SWIZZLE_128;
+// Where a factor lies, the lower half of a descriptor: its first panel and, in products over columns,
+// how far the next one is.
+__device__ __forceinline__ uint32 descriptor(uint32 address, int panel = 16) {
+    return (address & 0x3ffff) >> 4 | static_cast<uint32>(panel >> 4) << 16;
 }
 
 template <int PIECES>
@@ -38,7 +37,7 @@ template <int WIDTH, int HEIGHT, int PIECES>
 __device__ __forceinline__ void start_rows(Sums<1, PIECES>& sums, uint32 left, uint32 right) {
     constexpr int N = PIECES * 8;
     auto& d = reinterpret_cast<float(&)[N / 2]>(sums);
-    const uint64 a = descriptor(left), b = descriptor(right);
+    const uint32 a = descriptor(left), b = descriptor(right);
     pin(sums);
     begin_products();
 #pragma unroll
@@ -57,7 +56,7 @@ __device__ __forceinline__ void start_columns(Sums<1, PIECES>& sums, const uint3
                                               uint32 right) {
     constexpr int N = PIECES * 8;
     auto& d = reinterpret_cast<float(&)[N / 2]>(sums);
-    const uint64 b = descriptor(right, HEIGHT * 128);
+    const uint32 b = descriptor(right, HEIGHT * 128);
     pin(sums);
     begin_products();
 #pragma unroll

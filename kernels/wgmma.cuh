@@ -6,22 +6,25 @@
 // rows: sums (+)= a b^T, both from shared memory; columns: sums += a b, a from registers.
 template <typename Type, int N> struct Wgmma;
 
+// HIGH is the upper half of all descriptors: 1024 bytes from eight rows to the next, swizzled.
 #define WGMMA(TYPE, NAME, N, REGISTERS, SUMS, P0, P1, P2, P3, P4)                                        \
     template <> struct Wgmma<TYPE, N> {                                                                 \
-        static __device__ __forceinline__ void rows(float (&d)[N / 2], uint64 a, uint64 b, int add) {   \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P2 ", 0;\n\t"                               \
+        static __device__ __forceinline__ void rows(float (&d)[N / 2], uint32 a, uint32 b, int add) {   \
+            asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %" #P2 ", 0;\n\t"               \
+                         "mov.b64 a, {%" #P0 ", " HIGH "}; mov.b64 b, {%" #P1 ", " HIGH "};\n\t"        \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                \
-                         " {" REGISTERS "}, %" #P0 ", %" #P1 ", p, 1, 1, 0, 0;}"                        \
-                         : SUMS : "l"(a), "l"(b), "r"(add));                                            \
+                         " {" REGISTERS "}, a, b, p, 1, 1, 0, 0;}"                                      \
+                         : SUMS : "r"(a), "r"(b), "r"(add));                                            \
         }                                                                                               \
         static __device__ __forceinline__ void columns(float (&d)[N / 2], const uint32 (&a)[4],         \
-                                                       uint64 b) {                                      \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                \
-                         " {" REGISTERS "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4            \
-                         ", 1, 1, 1, 1;"                                                                \
-                         : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                  \
+                                                       uint32 b) {                                      \
+            asm volatile("{.reg .b64 b; mov.b64 b, {%" #P4 ", " HIGH "};\n\t"                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                \
+                         " {" REGISTERS "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, b, 1, 1, 1, 1;}"  \
+                         : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                  \
         }                                                                                               \
     };
+#define HIGH "0x40000040"
 
 // Eight registers, by name and as sums.
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"

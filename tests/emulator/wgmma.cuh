@@ -19,20 +19,19 @@ inline float half_of(float16, unsigned short bits) { return float_of_half(bits);
 inline float half_of(bfloat16, unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
 struct Factor {
-    unsigned start, panel, eight_rows;
-    explicit Factor(uint64_t descriptor)
-        : start((descriptor & 0x3fff) << 4), panel((descriptor >> 16 & 0x3fff) << 4),
-          eight_rows((descriptor >> 32 & 0x3fff) << 4) {}
-    unsigned row(int row, int k) const { return start + row / 8 * eight_rows + row % 8 * 128 + k * 2; }
+    unsigned start, panel;
+    explicit Factor(unsigned descriptor)
+        : start((descriptor & 0x3fff) << 4), panel((descriptor >> 16 & 0x3fff) << 4) {}
+    unsigned row(int row, int k) const { return start + row / 8 * 1024 + row % 8 * 128 + k * 2; }
     unsigned column(int column, int k) const {
-        return start + column / 64 * panel + k / 8 * eight_rows + k % 8 * 128 + column % 64 * 2;
+        return start + column / 64 * panel + k / 8 * 1024 + k % 8 * 128 + column % 64 * 2;
     }
 };
 }  // namespace emulator
 
 template <typename Type, int N>
 struct Wgmma {
-    static void rows(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
+    static void rows(float (&d)[N / 2], unsigned a, unsigned b, int add) {
         const emulator::Factor left(a), right(b);
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         emulator::wait_group();
@@ -55,7 +54,7 @@ struct Wgmma {
             }
         emulator::wait_group();
     }
-    static void columns(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b) {
+    static void columns(float (&d)[N / 2], const unsigned (&a)[4], unsigned b) {
         const emulator::Factor right(b);
         const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
         emulator::group_operands[threadIdx.x] = {{a[0], a[1], a[2], a[3]}};
