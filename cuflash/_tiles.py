@@ -119,7 +119,7 @@ def spill_allowance(kernel: str) -> int:
     products. The tensor-core kernels' sums take nearly all registers; with bias, dropout and more
     at once they spill, and yet were faster than with smaller tiles that spill nothing.
     """
-    return 80 if kernel.endswith("generic") else 512
+    return 96 if kernel.endswith("generic") else 512
 
 
 @dataclass(frozen=True)
