@@ -74,17 +74,16 @@ def attention(
         if vector == 0:
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
             parameters, vector = pack(problem, arrays, extras.seed)
-        plan = _plan.forward(problem, device(index), vector)
-        if extras.blocks is None:
-            _launch(plan, parameters, index)
-        else:
-            _launch_with_blocks(problem, arrays, plan, extras)
+        _run(_plan.forward(problem, device(index), vector), problem, arrays, extras, parameters)
     return out, lse
 
 
-def _launch_with_blocks(problem: Problem, arrays: Arrays, plan: Plan, extras: Extras) -> None:
-    plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
-    parameters, _ = pack(problem, arrays, extras.seed, counts)
+def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameters: Any) -> None:
+    """Launches a kernel; one that walks over a block mask with the lists of its tiles."""
+    plans: tuple[Plan, ...] = (plan,)
+    if extras.blocks is not None and plan.has_blocks:
+        plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
+        parameters, _ = pack(problem, arrays, extras.seed, counts)
     for each in plans:
         _launch(each, parameters, device_index(arrays.q))
 
@@ -149,10 +148,7 @@ def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
-        if plan.has_blocks:
-            _launch_with_blocks(problem, arrays, plan, extras)
-        else:
-            _launch(plan, parameters, index)
+        _run(plan, problem, arrays, extras, parameters)
 
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
