@@ -23,7 +23,7 @@ from cuflash._interop import module_of, wait_for
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states
 WHOLE, NOTHING = -1, -2  # in the place of a partial block's number
-_AT_A_TIME, _ON_GPU = 2**21, 2**24  # pairs of a query and a key
+_AT_A_TIME, _AT_A_TIME_ON_GPU = 2**21, 2**24  # pairs of a query and a key
 
 BitsOf = Callable[[Any, Any, Any], Any]
 """Bits (uint16) of planes, queries and sixteens of keys, index arrays that broadcast."""
@@ -167,7 +167,7 @@ def resolve(grid: Grid, guess: Any, bits_of: BitsOf) -> tuple[Any, Any]:
     """
     xp, (rows, columns) = module_of(guess), grid.block_size
     states, kept = guess.flatten(), [no_bits(xp, grid)]
-    count = (_AT_A_TIME if xp is np else _ON_GPU) // (rows * columns)
+    count = (_AT_A_TIME if xp is np else _AT_A_TIME_ON_GPU) // (rows * columns)
     for blocks in portions(xp.flatnonzero(states == PARTIAL), count):
         plane, i, u = grid.inside_blocks(blocks)
         inside = grid.bits(i, u)

@@ -76,25 +76,22 @@ def attention(
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
             packed = pack(problem, arrays, extras.seed)
         plan = _plan.forward(problem, device(index), packed.vector, packed.mapped)
-        if extras.blocks is None:
-            _launch_forward(plan, arrays, packed.parameters)
-        else:
-            _launch_with_blocks(problem, arrays, plan, extras)
+        _run(plan, problem, arrays, extras, packed.parameters)
     return out, lse
 
 
-def _launch_with_blocks(problem: Problem, arrays: Arrays, plan: Plan, extras: Extras) -> None:
-    plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
-    parameters = pack(problem, arrays, extras.seed, counts).parameters
+def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameters: Any) -> None:
+    """Launches a kernel; one that walks over a block mask with the lists of its tiles."""
+    plans: tuple[Plan, ...] = (plan,)
+    if extras.blocks is not None and plan.has_blocks:
+        plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
+        parameters = pack(problem, arrays, extras.seed, counts).parameters
     for each in plans:
-        _launch_forward(each, arrays, parameters)
-
-
-def _launch_forward(plan: Plan, arrays: Arrays, parameters: Any) -> None:
-    if plan.kernel.endswith("_sm90"):
-        taken = cupy_module().zeros(1, "uint32")
-        parameters = with_maps(plan, arrays, taken, parameters)
-    _launch(plan, parameters, device_index(arrays.q))
+        argument = parameters
+        if each.kernel.endswith("_sm90"):
+            taken = cupy_module().zeros(1, "uint32")
+            argument = with_maps(each, arrays, taken, parameters)
+        _launch(each, argument, device_index(arrays.q))
 
 
 def attention_backward(
@@ -157,10 +154,7 @@ def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
-        if plan.has_blocks:
-            _launch_with_blocks(problem, arrays, plan, extras)
-        else:
-            _launch(plan, parameters, index)
+        _run(plan, problem, arrays, extras, parameters)
 
 
 def dropout_mask(problem: Problem, seed: int, index: int) -> Any:

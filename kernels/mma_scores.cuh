@@ -15,7 +15,7 @@ __device__ __forceinline__ float factor_of(const Params& p) {
 
 // Visible pairs of a tile as bits, where there is a mask: for each row its keys' bits, side by side.
 struct MaskBits {
-    static constexpr int WORDS = (BLOCK_N + 31) / 32;   // of a row
+    static constexpr int WORDS = ScoreTile::BLOCK_WORDS;   // of a row
     static constexpr int BYTES = HAS_MASK ? BLOCK_M * WORDS * 4 : 0;
     uint32* words;
 

@@ -67,7 +67,7 @@ def test_few_blocks_at_a_time(xp, monkeypatch):
     whole = results()
     for module, number in ((_blocks, 5000), (_lists, 70), (_blockmask, 300)):
         monkeypatch.setattr(module, "_AT_A_TIME", number)
-    monkeypatch.setattr(_blocks, "_ON_GPU", 5000)
+    monkeypatch.setattr(_blocks, "_AT_A_TIME_ON_GPU", 5000)
     assert all(same_bits(a, b) for a, b in zip(whole, results(), strict=True))
 
 
