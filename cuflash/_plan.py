@@ -449,7 +449,7 @@ def _hopper(problem: Problem, device: Device, vector: int) -> Plan | None:
     whole = problem.head_dim % 8 == 0 and problem.value_dim % 8 == 0
     if device.arch != 90 or element.size != 2 or not whole or vector < 8:
         return None
-    if problem.mask or problem.bias or problem.value_dim > _round_up(problem.head_dim, 64):
+    if problem.mask or problem.bias:
         return None
     tiles = _choices(HOPPER_FORWARD, problem, max(problem.head_dim, problem.value_dim))
     if not tiles or (problem.blocks and not _within(tiles[0], problem.blocks)):
@@ -461,9 +461,11 @@ def _forward_hopper(problem: Problem, tile: HopperTile, device: Device) -> Plan 
     warps = tile.block_m // 16
     width = next(n for n in _PRODUCT_WIDTHS if n >= problem.value_dim)
     stage = _panels(tile.block_n, problem.head_dim, 2) + _panels(tile.block_n, width, 2)
-    queries = tile.query_buffers * _panels(tile.block_m, problem.head_dim, 2)
+    queries = _panels(tile.block_m, problem.head_dim, 2)
+    if tile.query_buffers > 1:  # outputs leave where queries came in
+        queries = max(queries, _panels(tile.block_m, width, 2))
     barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
-    shared = queries + tile.stages * stage + 8 * barriers + 8 + 1024
+    shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 32 + 1024
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
     if blocks > MAX_GRID:  # tiles' numbers have 32 bits
         return None

@@ -20,13 +20,13 @@ _CHANNELS = 64  # of a box: 128 bytes
 def with_maps(
     plan: Plan, arrays: Arrays, taken: Any, parameters: np.ndarray
 ) -> np.ndarray:
-    """The parameters of a kernel that copies q, k and v by maps (kernels/mma_sm90.cuh).
+    """The parameters of a kernel that copies q, k, v and out by maps (kernels/mma_sm90.cuh).
 
     `taken` is a uint32 array that holds a zero.
     """
     block_n = int(plan.constant("BLOCK_N"))
     kind = str(plan.constant("Element"))
-    boxes = ((arrays.q, 64), (arrays.k, block_n), (arrays.v, block_n))
+    boxes = ((arrays.q, 64), (arrays.k, block_n), (arrays.v, block_n), (arrays.out, 16))
     maps = [encoded(array.data.ptr, array.shape, array.strides, kind, rows) for array, rows in boxes]
     data = b"".join(maps) + struct.pack("<Q", taken.data.ptr) + parameters.tobytes()
     data += bytes(-len(data) % 64)

@@ -87,6 +87,32 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t, Sco
     }
 }
 
+// Writes the warp's rows: by way of where its queries were, from `base` and `memory` on, if they fit.
+__device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, State& state,
+                                           const Ends& ends, uint32 base, const unsigned char* memory) {
+    Element* out = output_at(p, t);
+    if constexpr (Outs::BYTES <= Queries::BYTES) {
+        const Outs outs{base};
+        __syncwarp();
+        store_sums(outs, warp_row(), 0, state.out, [&](int r) { return ends.factors[r]; });
+        __syncwarp();
+        copy_rows<VALUE_DIM>(outs, memory, out, p.out_strides.row, warp_row(),
+                             min(warp_row() + 16 * M_TILES, t.rows), lane_index(), 32);
+    } else {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < VALUE_DIM / 8; ++c) {
+                const int row = score_row(r), column = c * 8 + lane_index() % 4 * 2;
+                Element* to = out + row * p.out_strides.row + column;
+                if (row < t.rows)
+                    store_pair(to, at(state.out, r, c * 2) * ends.factors[r],
+                               at(state.out, r, c * 2 + 1) * ends.factors[r]);
+            }
+    }
+    __syncwarp();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -108,7 +134,7 @@ attention_forward(const __grid_constant__ Params p) {
     const int64 section = HAS_RIGHT && !HAS_BLOCKS && row_tiles > 8 ? heads : p.section_heads;
     const int64 works = HAS_BLOCKS ? p.works : row_tiles;   // of a head
     for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
-        const Turn turn(tile, works, heads, section);
+        const Turn<> turn(tile, works, heads, section);
         const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
         const int64 place = HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile;
         const Work work = work_at(p, b, h, place);
@@ -198,8 +224,15 @@ attention_forward(const __grid_constant__ Params p) {
                 }, values(stage), 0);
         }
         wait_copies<0>();
-        const Outs outs{queries.base};   // the warp's rows are where its queries were
-        write_rows<Outs::BYTES <= Queries::BYTES, false>(p, ScoreTile(p, b, h, m, 0), state, outs, shared,
-                                                  work.split);
+        const ScoreTile t(p, b, h, m, 0);
+        const bool is_split = HAS_BLOCKS && work.split >= 0;
+        const Ends ends(p, t, state, is_split, work.split);
+        if (is_split) {
+            write_partial(p, t, state, ends, work.split);
+            continue;
+        }
+        write_rows(p, t, state, ends, queries.base, shared);
+        if constexpr (CAN_HIDE)
+            ends.for_special(t, [&](int64 row, float lse) { make_output(p, b, h, row, lse); });
     }
 }

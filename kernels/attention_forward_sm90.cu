@@ -2,15 +2,15 @@
 // (FlashAttention-3's design), for float16 and bfloat16. A block takes BLOCK_M queries of one head.
 //
 // Threads: the first WARPS / 4 warp groups are consumers with 64 queries each. Of the last group, the
-// producer, one warp fetches tiles' numbers and copies keys and values, another one queries. Consumers' products run behind softmax: while a tile's
-// weights are made, the scores of the next tile and the output of the one before are on their way.
-// With PING_PONG, two groups take turns at the tensor cores, so that one's softmax meets the other's
-// products.
+// producer, one warp finds out what tiles need and copies keys and values, another one copies queries.
+// Consumers' products run behind softmax: while a tile's weights are made, the scores of the next tile
+// and the output of the one before are on their way. With PING_PONG, groups take turns at the tensor
+// cores, so that one's softmax meets another's products.
 //
 // Grid: one-dimensional, no more blocks than the GPU holds; each takes tile blockIdx.x and then, by a
 // counter, one after the other that nobody has taken. Shared memory, in panels (mma.cuh), from a
-// multiple of 1024 bytes on: QUERY_BUFFERS x queries [BLOCK_M], STAGES x keys [BLOCK_N], STAGES x values
-// [BLOCK_N], barriers, two tiles' numbers.
+// multiple of 1024 bytes on: QUERY_BUFFERS x (queries, later outputs) [BLOCK_M], STAGES x keys [BLOCK_N],
+// STAGES x values [BLOCK_N], barriers, two jobs.
 //
 // Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, PRODUCT_WIDTH (VALUE_DIM, or the next
 // that wgmma.cuh has), STAGES, QUERY_BUFFERS, PING_PONG, HAS_SINKS, PRODUCER_REGISTERS,
@@ -24,15 +24,18 @@ using Queries = Panels<BLOCK_M, HEAD_WIDTH>;
 using Keys = Panels<BLOCK_N, HEAD_WIDTH>;
 using Values = Panels<BLOCK_N, VALUE_WIDTH>;
 using Outs = Panels<BLOCK_M, VALUE_WIDTH>;
+// Outputs leave by the copy engine where queries came in, if the next ones come in elsewhere.
+constexpr bool STORES_BOXES = QUERY_BUFFERS > 1;
+constexpr int QUERY_BYTES =
+    STORES_BOXES && Outs::BYTES > Queries::BYTES ? Outs::BYTES : Queries::BYTES;
 constexpr int BARRIERS = 2 * QUERY_BUFFERS * GROUPS + 4 * STAGES + 4;
-static_assert(QUERY_BUFFERS * Queries::BYTES + STAGES * (Keys::BYTES + Values::BYTES) + BARRIERS * 8 +
-                  8 + 1024 == SHARED_BYTES, "the plan counts shared memory as the kernel does");
 static_assert(BLOCK_M == 64 * GROUPS && WARPS_M == WARPS, "64 rows for each group");
-static_assert(Outs::BYTES <= Queries::BYTES, "outputs go where queries were");
 static_assert(!HAS_MASK && !HAS_BIAS, "these go through the portable kernel");
 static_assert(!PING_PONG || GROUPS > 1, "somebody must take the turn");
 constexpr int STEPS = BLOCK_N / 16;
 using Weights = uint32[STEPS][4];
+// Whether the output shrinks in front of the product that adds to it, or behind the one before.
+constexpr bool SHRINKS_LATE = VALUE_WIDTH > 128;
 
 // A ring of buffers: the one at hand, and the phase of its barriers.
 template <int COUNT>
@@ -47,87 +50,174 @@ struct Ring {
     }
 };
 
-// What of a head a block works on.
-struct Tile {
-    int64 b, h, m;
-    Work work;
+// What a block does next: a tile of queries, its walk over keys, and of their tiles those, from
+// whole_begin to whole_end, that all its queries see by band and lengths.
+struct Job {
+    int tile;   // -1: nothing, or an end of all jobs
+    int b, h, split, place, end, whole_begin, whole_end;
 
-    // Number `index` of all.
-    __device__ __forceinline__ Tile(const Params& p, int64 index, int64 works) {
-        const int64 heads = p.batch * p.q_heads;
-        const Turn turn(index, works, heads, min64(heads, HAS_RIGHT ? 4 * p.section_heads : 1));
-        // Uniform, which the compiler cannot see behind 64-bit divisions: else each descriptor of a product
-        // has to be moved to uniform registers.
-        const int head = uniform(static_cast<int>(turn.head)), q_heads = static_cast<int>(p.q_heads);
-        const int place = uniform(static_cast<int>(turn.tile));
-        b = head / q_heads, h = head % q_heads;
-        work = work_at(p, b, h, HAS_RIGHT && !HAS_BLOCKS ? works - 1 - place : place);
-        m = static_cast<int64>(work.tile) * BLOCK_M;
+    // Number `index` of `works` of each head.
+    __device__ __forceinline__ Job(const Params& p, uint32 index, uint32 works) : tile(-1) {
+        const uint32 q_heads = static_cast<uint32>(p.q_heads), heads = static_cast<uint32>(p.batch) * q_heads;
+        if (index >= works * heads) return;
+        const uint32 section = HAS_RIGHT ? 4 * static_cast<uint32>(p.section_heads) : 1;
+        const Turn<uint32> turn(index, works, heads, section < heads ? section : heads);
+        b = static_cast<int>(turn.head / q_heads), h = static_cast<int>(turn.head % q_heads);
+        const Work work = work_at(p, b, h, HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile);
+        tile = work.tile, split = work.split;
+        if (tile < 0) return;
+        const KeyWalk walk(p, b, h, first_row(), work);
+        place = walk.place, end = walk.end;
+        const int64 own = first_row() + p.offset;
+        const int64 first = HAS_LEFT ? max64(0, own + BLOCK_M - 1 - p.left) : 0;
+        const int64 last = HAS_RIGHT ? max64(0, min64(p.kv_len, own + p.right + 1)) : p.kv_len;
+        whole_begin = static_cast<int>(min64(p.kv_len, first) + BLOCK_N - 1) / BLOCK_N;
+        whole_end = static_cast<int>(last / BLOCK_N);
+    }
+    __device__ __forceinline__ int64 first_row() const { return static_cast<int64>(tile) * BLOCK_M; }
+    __device__ __forceinline__ KeyWalk walk(const Params& p) const {
+        return KeyWalk(p, b, h, first_row(), place, end);
+    }
+    // To shared memory, and back.
+    static constexpr int WORDS = 8;
+    __device__ __forceinline__ void store(uint32 to) const {
+        const int words[WORDS] = {tile, b, h, split, place, end, whole_begin, whole_end};
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) store_shared(to + i * 4, words[i]);
+    }
+    __device__ __forceinline__ explicit Job(uint32 from) {
+        int* words[WORDS] = {&tile, &b, &h, &split, &place, &end, &whole_begin, &whole_end};
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) *words[i] = uniform(load_shared(from + i * 4));
     }
 };
+static_assert(QUERY_BUFFERS * QUERY_BYTES + STAGES * (Keys::BYTES + Values::BYTES) + BARRIERS * 8 +
+                  2 * Job::WORDS * 4 + 1024 == SHARED_BYTES,
+              "the plan counts shared memory as the kernel does");
 
 struct State {
     float reference[ROWS], sum[ROWS], shrink[ROWS];
     Sums<1, VALUE_WIDTH / 8> out;
 };
 
-// Products become scores, -inf where hidden, and these weights. Returns whether the output so far
-// must shrink; the reference is as in attention_forward.cu.
+// Products become scores, -inf where hidden. `whole`: nothing is hidden by band and lengths.
+__device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, bool whole, ScoreSums& s) {
+    if constexpr (!FOLDS_SCALE) to_logits(p, walk.tile(p), BiasTile{{0}, nullptr}, s, [](int, int, float) {});
+    if (whole && !(HAS_BLOCKS && walk.now.bits >= 0)) return;
+    keep_branch();
+    const Visible visible(p, walk.tile(p), MaskBits{nullptr});
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (!visible.at(r, c)) at(s, r, c) = -infinity<float>();
+}
+
+// The references follow the scores, as in attention_forward.cu. Returns whether any has grown: then the
+// output has to shrink.
 constexpr float SLACK = 8;
-__device__ __forceinline__ bool take_in(const Params& p, const ScoreTile& t, ScoreSums& s, State& state) {
-    if constexpr (!FOLDS_SCALE) to_logits(p, t, BiasTile{{0}, nullptr}, s, [](int, int, float) {});
-    if (!t.whole()) {
-        keep_branch();
-        const Visible visible(p, t, MaskBits{nullptr});
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                if (!visible.at(r, c)) at(s, r, c) = -infinity<float>();
-    }
+__device__ __forceinline__ bool follow(const Params& p, ScoreSums& s, State& state) {
     const float factor = factor_of(p);
+    float top[ROWS];
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        float top = at(s, r, 0), other = at(s, r, 1);
+        float even = at(s, r, 0), odd = at(s, r, 1);
 #pragma unroll
         for (int c = 2; c < COLUMNS; c += 2) {
-            top = fmaxf(top, at(s, r, c));
-            other = fmaxf(other, at(s, r, c + 1));
+            even = fmaxf(even, at(s, r, c));
+            odd = fmaxf(odd, at(s, r, c + 1));
         }
-        top = factor * over_row(fmaxf(top, other), [](float x, float y) { return fmaxf(x, y); });
-        const bool grows = top > state.reference[r] + SLACK;
-        grown |= grows;
-        if (!grows) top = state.reference[r];
-        state.shrink[r] = grows ? exp2_approximate(state.reference[r] - top) : 1;
-        state.reference[r] = top;
-        const float safe = top == -infinity<float>() ? 0 : top;
+        top[r] = factor * over_row(fmaxf(even, odd), [](float x, float y) { return fmaxf(x, y); });
+        grown |= top[r] > state.reference[r] + SLACK;
+    }
+    grown = __any_sync(~0u, grown);
+    if (grown) {
+        keep_branch();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const bool grows = top[r] > state.reference[r] + SLACK;
+            state.shrink[r] = grows ? exp2_approximate(state.reference[r] - top[r]) : 1;
+            if (grows) state.reference[r] = top[r];
+            state.sum[r] *= state.shrink[r];
+        }
+    }
+    return grown;
+}
+
+// Scores become weights.
+__device__ __forceinline__ void to_weights(const Params& p, ScoreSums& s, State& state) {
+    const float factor = factor_of(p);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const float safe = state.reference[r] == -infinity<float>() ? 0 : state.reference[r];
         float even = 0, odd = 0;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c += 2) {
             even += at(s, r, c) = exp2_approximate(fmaf(at(s, r, c), factor, -safe));
             odd += at(s, r, c + 1) = exp2_approximate(fmaf(at(s, r, c + 1), factor, -safe));
         }
-        state.sum[r] = fmaf(state.sum[r], state.shrink[r], even + odd);
+        state.sum[r] += even + odd;
     }
-    return __any_sync(~0u, grown);
 }
 
-__device__ __forceinline__ void shrink_out(State& state) {
+template <typename Factors>
+__device__ __forceinline__ void multiply_out(State& state, const Factors& factors) {
     keep_branch();
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= state.shrink[r];
+        for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= factors[r];
+}
+
+// The warp's rows of the output to shared memory.
+__device__ __forceinline__ void store_out(const Outs& outs, const State& state) {
+    const uint32 first = outs.lane_at(warp_row() + lane_index() % 16, lane_index() / 16);
+#pragma unroll
+    for (int step = 0; step < VALUE_WIDTH / 16; ++step) {
+        uint32 pairs[4];
+        sums_as_left(pairs, state.out, 0, step);
+        store_matrices(Outs::step_of(first, step), pairs);
+    }
+}
+
+// The same straight to global memory, 16 bytes of a lane: the four lanes of a row exchange what they
+// have of 32 columns.
+__device__ __forceinline__ void write_out(const Params& p, const ScoreTile& t, State& state) {
+    Element* out = output_at(p, t);
+    const int lane = lane_index() % 4;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int piece = 0; piece < VALUE_WIDTH / 8; piece += 4) {
+            uint32 chunk[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (piece + i < VALUE_WIDTH / 8)
+                    chunk[i] = pack(Element{}, at(state.out, r, (piece + i) * 2), at(state.out, r, (piece + i) * 2 + 1));
+#pragma unroll
+            for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if ((i & step) == 0) {
+                        uint32 &low = chunk[i], &high = chunk[i + step];
+                        const uint32 other = __shfl_xor_sync(~0u, lane & step ? low : high, step);
+                        (lane & step ? low : high) = other;
+                    }
+            const int column = (piece + lane) * 8;
+            if (score_row(r) < t.rows && column < VALUE_DIM)
+                *reinterpret_cast<Vector<uint32, 4>*>(out + score_row(r) * p.out_strides.row + column) =
+                    {chunk[0], chunk[1], chunk[2], chunk[3]};
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1)
 attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     const Params& p = mapped.params;
     extern __shared__ __align__(16) unsigned char shared[];
-    const uint32 start = shared_address(shared), first = (start + 1023) & ~1023u;
-    constexpr int ALL_QUERIES = QUERY_BUFFERS * Queries::BYTES;
-    auto queries = [&](int buffer) { return Queries{first + buffer * Queries::BYTES}; };
+    const uint32 first = (shared_address(shared) + 1023) & ~1023u;
+    constexpr int ALL_QUERIES = QUERY_BUFFERS * QUERY_BYTES;
+    auto queries = [&](int buffer) { return Queries{first + buffer * QUERY_BYTES}; };
     auto keys = [&](int stage) { return Keys{first + ALL_QUERIES + stage * Keys::BYTES}; };
     auto values = [&](int stage) {
         return Values{first + ALL_QUERIES + STAGES * Keys::BYTES + stage * Values::BYTES};
@@ -136,20 +226,22 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     const uint32 barriers = first + ALL_QUERIES + STAGES * (Keys::BYTES + Values::BYTES);
     auto full = [](uint32 pair) { return pair; };
     auto free = [](uint32 pair) { return pair + 8; };
-    auto tile_pair = [&](int slot) { return barriers + slot * 16; };
+    auto job_pair = [&](int slot) { return barriers + slot * 16; };
     auto key_pair = [&](int stage) { return barriers + (2 + stage) * 16; };
     auto value_pair = [&](int stage) { return barriers + (2 + STAGES + stage) * 16; };
     auto query_pair = [&](int buffer, int group) {
         return barriers + (2 + 2 * STAGES + buffer * GROUPS + group) * 16;
     };
-    auto tile_number = [&](int slot) { return barriers + BARRIERS * 8 + slot * 4; };
+    auto job_at = [&](int slot) { return barriers + BARRIERS * 8 + slot * Job::WORDS * 4; };
 
+    if (threadIdx.x == 32 * WARPS)
+        for (const TensorMap* map : {&mapped.q, &mapped.k, &mapped.v, &mapped.out}) prefetch(*map);
     if (threadIdx.x == 0) {
         auto init = [&](uint32 pair, int users) {
             init_barrier(full(pair), 1);
             init_barrier(free(pair), users);
         };
-        for (int slot = 0; slot < 2; ++slot) init(tile_pair(slot), WARPS + 1);
+        for (int slot = 0; slot < 2; ++slot) init(job_pair(slot), WARPS + 1);
         for (int stage = 0; stage < STAGES; ++stage) {
             init(key_pair(stage), WARPS);
             init(value_pair(stage), WARPS);
@@ -159,52 +251,55 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     }
     __syncthreads();
 
-    const int64 works = HAS_BLOCKS ? p.works : (p.q_len + BLOCK_M - 1) / BLOCK_M;
-    const int64 tiles = works * p.batch * p.q_heads, group_size = p.q_heads / p.kv_heads;
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const bool leads = lane_index() == 0;   // acts for its warp
     Ring<2> slots{0, 0};
-    // The next tile's number, at least `tiles` at the end.
+    // The next job; at the end, none.
     auto receive = [&]() {
-        wait_phase(full(tile_pair(slots.stage)), slots.phase);
-        const uint32 number = uniform(load_shared(tile_number(slots.stage)));
+        wait_phase(full(job_pair(slots.stage)), slots.phase);
+        const Job job(job_at(slots.stage));
         __syncwarp();
-        if (leads) arrive(free(tile_pair(slots.stage)));
+        if (leads) arrive(free(job_pair(slots.stage)));
         slots.next();
-        return static_cast<int64>(number);
+        return job;
     };
     if (role == GROUPS) {
         shrink_registers<PRODUCER_REGISTERS>();
         // A tile of `map`, panel after panel, when its place is free.
         auto copy = [&](const TensorMap& map, uint32 to, int panels, int panel_bytes, int bytes,
-                        uint32 pair, uint32 phase, int64 row, int64 head, int64 batch) {
+                        uint32 pair, uint32 phase, int64 row, int head, int batch) {
             if (!leads) return;
             wait_phase(free(pair), phase);
             arrive_with_bytes(full(pair), panels * bytes);
 #pragma unroll 1
             for (int panel = 0; panel < panels; ++panel)
-                copy_box(to + panel * panel_bytes, map, full(pair), panel * 64, static_cast<int>(row),
-                         static_cast<int>(head), static_cast<int>(batch));
+                copy_box(to + panel * panel_bytes, map, full(pair), panel * 64, static_cast<int>(row), head,
+                         batch);
         };
         if (threadIdx.x / 32 % 4 == 0) {
+            const uint32 works = HAS_BLOCKS ? p.works : static_cast<uint32>((p.q_len + BLOCK_M - 1) / BLOCK_M);
+            const uint32 jobs = works * static_cast<uint32>(p.batch * p.q_heads);
+            const int group_size = static_cast<int>(p.q_heads) / static_cast<int>(p.kv_heads);
             Ring<STAGES> key_ring{0, 1}, value_ring{0, 1};
             slots.phase = 1;
-            for (int64 index = blockIdx.x;;) {
-                if (leads) {
-                    wait_phase(free(tile_pair(slots.stage)), slots.phase);
-                    store_shared(tile_number(slots.stage), static_cast<uint32>(min64(index, tiles)));
-                    arrive(full(tile_pair(slots.stage)));
+            for (uint32 index = blockIdx.x;;) {
+                const Job job(p, index, works);
+                if (job.tile >= 0 || index >= jobs) {
+                    if (leads) {
+                        wait_phase(free(job_pair(slots.stage)), slots.phase);
+                        job.store(job_at(slots.stage));
+                        arrive(full(job_pair(slots.stage)));
+                    }
+                    slots.next();
                 }
-                slots.next();
-                if (index >= tiles) break;
+                if (index >= jobs) break;
                 const uint32 taken = leads ? atomicAdd(mapped.taken, 1u) : 0;
-                const Tile tile(p, index, works);
-                if (!HAS_BLOCKS || tile.work.tile >= 0) {
-                    const int64 kv_head = tile.h / group_size;
-                    KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
+                if (job.tile >= 0) {
+                    const int kv_head = job.h / group_size;
+                    KeyWalk walk = job.walk(p);
                     auto copy_keys = [&](int64 n) {
                         copy(mapped.k, keys(key_ring.stage).base, Keys::BYTES / Keys::PANEL, Keys::PANEL,
-                             Keys::PANEL, key_pair(key_ring.stage), key_ring.phase, n, kv_head, tile.b);
+                             Keys::PANEL, key_pair(key_ring.stage), key_ring.phase, n, kv_head, job.b);
                         key_ring.next();
                     };
                     if (walk.more()) copy_keys(walk.at());
@@ -214,23 +309,21 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                         if (walk.more()) copy_keys(walk.at());
                         copy(mapped.v, values(value_ring.stage).base, Values::BYTES / Values::PANEL,
                              Values::PANEL, Values::PANEL, value_pair(value_ring.stage),
-                             value_ring.phase, n, kv_head, tile.b);
+                             value_ring.phase, n, kv_head, job.b);
                         value_ring.next();
                     }
                 }
-                index = static_cast<int64>(gridDim.x) + __shfl_sync(~0u, taken, 0);
+                index = gridDim.x + __shfl_sync(~0u, taken, 0);
             }
         } else if (threadIdx.x / 32 % 4 == 1) {
             // Queries have their own warp: waiting for their place holds up no keys of the next tile.
             Ring<QUERY_BUFFERS> ring{0, 1};
-            for (int64 index; (index = receive()) < tiles;) {
-                const Tile tile(p, index, works);
-                if (HAS_BLOCKS && tile.work.tile < 0) continue;
+            for (Job job = receive(); job.tile >= 0; job = receive()) {
 #pragma unroll 1
                 for (int group = 0; group < GROUPS; ++group)
                     copy(mapped.q, queries(ring.stage).base + group * 64 * 128,
                          Queries::BYTES / Queries::PANEL, Queries::PANEL, 64 * 128,
-                         query_pair(ring.stage, group), ring.phase, tile.m + group * 64, tile.h, tile.b);
+                         query_pair(ring.stage, group), ring.phase, job.first_row() + group * 64, job.h, job.b);
                 ring.next();
             }
         }
@@ -248,12 +341,18 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         if constexpr (PING_PONG) arrive_some(1 + (group + 1) % GROUPS, 256);
     };
     if (group == GROUPS - 1) hand_on_turn();   // the first turn is group 0's
-    for (int64 index; (index = receive()) < tiles;) {
-        const Tile tile(p, index, works);
-        if (HAS_BLOCKS && tile.work.tile < 0) continue;
-        KeyWalk walk(p, tile.b, tile.h, tile.m, tile.work);
-        walk.place = uniform(walk.place), walk.end = uniform(walk.end);   // as tiles' numbers
+    // Lets other queries come where outputs have left.
+    uint32 leaving = 0;   // the pair of that place, or 0
+    auto let_leave = [&]() {
+        if (leads && leaving != 0) {
+            if constexpr (STORES_BOXES) wait_stores_read();
+            arrive(free(leaving));
+        }
+    };
+    for (Job job = receive(); job.tile >= 0; job = receive()) {
+        KeyWalk walk = job.walk(p);
         const Queries own = queries(query_ring.stage);
+        const uint32 own_pair = query_pair(query_ring.stage, group);
         State state;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -276,27 +375,35 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             if (leads) arrive(free(value_pair(value_ring.stage)));
             value_ring.next();
         };
-        auto make_weights = [&](Weights& weights, const ScoreTile& t, const ScoreSums& s) {
+        auto is_whole = [&]() {
+            const int at = HAS_BLOCKS ? walk.now.tile : walk.place;
+            return (!HAS_LEFT || at >= job.whole_begin) && at < job.whole_end;
+        };
+        auto make_weights = [&](Weights& weights, const ScoreSums& s) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 sums_as_left(weights[step], s, 0, step);
-                drop_weights(weights[step], p, t, 0, step);
+                if constexpr (HAS_DROPOUT) drop_weights(weights[step], p, walk.tile(p), 0, step);
             }
         };
 
-        wait_phase(full(query_pair(query_ring.stage, group)), query_ring.phase);
+        wait_phase(full(own_pair), query_ring.phase);
         if (walk.more()) {
             Weights weights;
+            bool grown;
             {
                 ScoreSums s;
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 start_scores(s);
+                let_leave();
                 wait_products<0>();
                 pin(s);
                 free_keys();
-                const ScoreTile t = walk.tile(p);
-                take_in(p, t, s, state);
-                make_weights(weights, t, s);
+                to_scores(p, walk, is_whole(), s);
+                follow(p, s, state);
+                to_weights(p, s, state);
+                make_weights(weights, s);
+                grown = false;   // nothing is there yet that could shrink
             }
             walk.next(p);
 #pragma unroll 1
@@ -305,32 +412,67 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 take_turn();
                 start_scores(s);
+                if (SHRINKS_LATE && grown) multiply_out(state, state.shrink);
                 wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
                 start_outputs(weights);
                 hand_on_turn();
                 wait_products<1>();
                 pin(s);
                 free_keys();
-                const ScoreTile t = walk.tile(p);
-                const bool shrinks = take_in(p, t, s, state);
+                to_scores(p, walk, is_whole(), s);
+                grown = follow(p, s, state);
+                to_weights(p, s, state);
                 wait_products<0>();
                 pin(state.out);
                 free_values();
-                make_weights(weights, t, s);
-                if (shrinks) shrink_out(state);
+                make_weights(weights, s);
+                if (!SHRINKS_LATE && grown) multiply_out(state, state.shrink);
             }
+            if (SHRINKS_LATE && grown) multiply_out(state, state.shrink);
             wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
             start_outputs(weights);
             wait_products<0>();
             pin(state.out);
             free_values();
+        } else {
+            let_leave();
         }
-        write_rows<true, true>(p, ScoreTile(p, tile.b, tile.h, tile.m, 0), state, Outs{own.base},
-                         shared + (own.base - start), tile.work.split);
-        end_own_writes();   // before the copies of other queries
-        __syncwarp();
-        if (leads) arrive(free(query_pair(query_ring.stage, group)));
+
+        leaving = own_pair;
+        if constexpr (!STORES_BOXES) {
+            let_leave();
+            leaving = 0;
+        }
         query_ring.next();
+        const ScoreTile t(p, job.b, job.h, job.first_row(), 0);
+        const bool is_split = HAS_BLOCKS && job.split >= 0;
+        const Ends ends(p, t, state, is_split, job.split);
+        if (is_split) {
+            write_partial(p, t, state, ends, job.split);
+            continue;
+        }
+        multiply_out(state, ends.factors);
+        if constexpr (STORES_BOXES) {
+            sync_some(1 + GROUPS + group, 128);   // no product needs the queries any more
+            store_out(Outs{own.base}, state);
+            end_own_writes();
+            __syncwarp();
+            if (leads) {
+#pragma unroll 1
+                for (int panel = 0; panel < Outs::BYTES / Outs::PANEL; ++panel)
+                    store_box(mapped.out, own.base + panel * Outs::PANEL + warp_row() * 128, panel * 64,
+                              static_cast<int>(t.m) + warp_row(), job.h, job.b);
+                end_stores();
+            }
+        } else {
+            write_out(p, t, state);
+        }
+        if (ends.any_special()) {
+            if (STORES_BOXES && leads) wait_stores();
+            __syncwarp();
+            ends.for_special(t, [&](int64 row, float lse) { make_output_here(p, t.b, t.h, row, lse); });
+        }
     }
     if (group == 0) take_turn();   // the turn that is left
+    if (STORES_BOXES && leads) wait_stores();
 }

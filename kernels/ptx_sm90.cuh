@@ -31,12 +31,34 @@ __device__ __forceinline__ void wait_phase(uint32 barrier, uint32 phase) {
     } while (!done);
 }
 
+// Brings a map near.
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 // Starts to copy a box of a tensor (channel, row, head, batch), whose bytes the barrier gets.
 __device__ __forceinline__ void copy_box(uint32 to, const TensorMap& map, uint32 barrier, int channel,
                                          int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(channel),
                  "r"(row), "r"(head), "r"(batch) : "memory");
+}
+// Starts to copy a box from shared memory to a tensor, of which what lies beyond the ends is left out;
+// end_stores ends a group of such copies.
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32 from, int channel, int row, int head,
+                                          int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(&map), "r"(from), "r"(channel), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all the thread's stores have read shared memory, or are done.
+__device__ __forceinline__ void wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Four 8 x 8 matrices of 16-bit elements, as load_matrices (ptx.cuh) has them.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
 // Orders the thread's own writes to shared memory before copies that are started later.
 __device__ __forceinline__ void end_own_writes() {

@@ -39,12 +39,13 @@ __device__ __forceinline__ int64 first_list(const Params& p, int64 b, int64 h, i
 // The order of blocks over tiles: sections of heads whose keys and values, or queries, fit in the L2
 // cache together; in a section tile after tile, each of all heads. Without causal or block masks all
 // tiles of a head follow each other, in sections of one head.
+template <typename Integer = int64>
 struct Turn {
-    int64 head, tile;
+    Integer head, tile;
 
-    __device__ __forceinline__ Turn(int64 index, int64 tiles, int64 heads, int64 section) {
-        const int64 first = index / (tiles * section) * section;
-        const int64 together = min64(section, heads - first), rest = index - first * tiles;
+    __device__ __forceinline__ Turn(Integer index, Integer tiles, Integer heads, Integer section) {
+        const Integer first = index / (tiles * section) * section, left = heads - first;
+        const Integer together = section < left ? section : left, rest = index - first * tiles;
         head = first + rest % together;
         tile = rest / together;
     }
@@ -132,6 +133,11 @@ struct Walk {
             place = part ? lower_bound(p, begin, behind, place) : begin;
             read(p);
         }
+    }
+    // From one place to another, as a walk before has found them.
+    __device__ __forceinline__ Walk(const Params& p, int64 b, int head, int64 own, int place, int end)
+        : b(b), own(own), h(head), place(place), end(end), now{0, -1} {
+        if constexpr (HAS_BLOCKS) read(p);
     }
     static __device__ __forceinline__ Work list_of(const Params& p, int64 b, int64 h, int64 own) {
         if constexpr (!HAS_BLOCKS) return {};
