@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cuflash import _compile, _plan
+from cuflash._counters import counter
 from cuflash._device import device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._interop import aligned, cupy_module, device_index
@@ -89,8 +90,7 @@ def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameter
     for each in plans:
         argument = parameters
         if each.kernel.endswith("_sm90"):
-            taken = cupy_module().zeros(1, "uint32")
-            argument = with_maps(each, arrays, taken, parameters)
+            argument = with_maps(each, arrays, counter(), parameters)
         _launch(each, argument, device_index(arrays.q))
 
 

@@ -39,7 +39,7 @@ Constant = tuple[str, int | bool | str]
 Constants = tuple[Constant, ...]
 
 MAX_GRID = 2**31 - 1
-_PRODUCT_WIDTHS = (64, 80, 96, 128, 160, 176, 192, 256)  # kernels/wgmma.cuh
+_PRODUCT_WIDTHS = (48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # kernels/wgmma.cuh
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ def _choices(table: Table[AnyTile], problem: Problem, width: int) -> tuple[AnyTi
         return ()
     tiles = entry.rich if rich else entry.plain
     if problem.blocks is None:
-        return tiles
+        is_long = problem.kv_len > entry.many[problem.band != (None, None)]
+        return (*entry.long, *tiles) if is_long and not rich else tiles
     blocks, tiles = problem.blocks, (*tiles[:rich], *entry.sparse, *tiles[rich:])
     return tuple(sorted(tiles, key=lambda tile: not _within(tile, blocks)))
 
@@ -465,7 +466,7 @@ def _forward_hopper(problem: Problem, tile: HopperTile, device: Device) -> Plan 
     if tile.query_buffers > 1:  # outputs leave where queries came in
         queries = max(queries, _panels(tile.block_m, width, 2))
     barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
-    shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 32 + 1024
+    shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 24 + 1024
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
     if blocks > MAX_GRID:  # tiles' numbers have 32 bits
         return None

@@ -22,12 +22,12 @@ def with_maps(
 ) -> np.ndarray:
     """The parameters of a kernel that copies q, k, v and out by maps (kernels/mma_sm90.cuh).
 
-    `taken` is a uint32 array that holds a zero.
+    `taken` is a counter (:mod:`cuflash._counters`).
     """
     block_n = int(plan.constant("BLOCK_N"))
     kind = str(plan.constant("Element"))
     boxes = ((arrays.q, 64), (arrays.k, block_n), (arrays.v, block_n), (arrays.out, 16))
-    maps = [encoded(array.data.ptr, array.shape, array.strides, kind, rows) for array, rows in boxes]
+    maps = (encoded(x.data.ptr, x.shape, x.strides, kind, rows) for x, rows in boxes)
     data = b"".join(maps) + struct.pack("<Q", taken.data.ptr) + parameters.tobytes()
     data += bytes(-len(data) % 64)
     return np.frombuffer(data, f"V{len(data)}")
@@ -57,7 +57,7 @@ def encoded(
         0, _SWIZZLE_128B, _PROMOTE_128B, 0,
     )  # fmt: skip
     if failure:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with error {failure} for {shape}, {strides}")
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {failure} for {shape}, {strides}")
     return place.tobytes()
 
 

@@ -53,13 +53,16 @@ class Entry(Generic[AnyTile]):
 
     `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
     a mask, bias, ALiBi, softcap or dropout, whose code needs registers. Of block masks, `sparse` is
-    preferred to `plain`, and tiles that are no larger than a block to others.
+    preferred to `plain`, and tiles that are no larger than a block to others. Where there are more
+    keys than `many`, without and with a band (causal, window), `long` is preferred to `plain`.
     """
 
     width: int
     plain: tuple[AnyTile, ...]
     rich: tuple[AnyTile, ...]
     sparse: tuple[AnyTile, ...] = ()
+    many: tuple[int, int] = (0, 0)
+    long: tuple[AnyTile, ...] = ()
 
 
 Table = tuple[Entry[AnyTile], ...]
@@ -236,15 +239,19 @@ class HopperTile:
     consumer_registers: int
 
 
-# By the larger of head_dim and value_dim. The first tiles are those that won in a probe on an H200;
-# `rich` ones leave more registers to a thread, or take fewer.
+# By the larger of head_dim and value_dim; those that won on an H200 (benchmarks/NOTES.md). A tile of
+# 256 or 192 queries reads each key less often; smaller ones waste less at diagonals and ends. All
+# warp groups of a block share 512 registers for each of 128 threads.
 _H = HopperTile
 HOPPER_FORWARD: Table[HopperTile] = (
-    Entry(64, (_H(192, 128, 2, 2, True, 32, 160),), (_H(128, 128, 2, 2, True, 40, 232),),
-          (_H(128, 128, 2, 2, True, 40, 232),)),
-    Entry(128, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),)),
-    Entry(192, (_H(128, 96, 2, 1, True, 40, 232),), (_H(128, 96, 2, 1, True, 40, 232),),
-          (_H(128, 64, 2, 1, True, 40, 232),)),
-    Entry(256, (_H(128, 80, 2, 1, False, 40, 232),), (_H(128, 64, 2, 1, False, 40, 232),),
-          (_H(128, 64, 2, 1, False, 40, 232),)),
+    Entry(64, (_H(256, 64, 4, 2, True, 24, 112),), (_H(128, 128, 2, 2, True, 40, 232),),
+          (_H(128, 128, 2, 2, True, 40, 232),), (1024, 2048), (_H(192, 128, 2, 2, True, 32, 160),)),
+    Entry(96, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),), (),
+          (1024, 1024), (_H(192, 112, 2, 2, True, 32, 160),)),
+    Entry(128, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),), (),
+          (4096, 4096), (_H(192, 64, 3, 2, True, 32, 160),)),
+    Entry(192, (_H(128, 80, 2, 2, True, 40, 232),), (_H(128, 96, 2, 1, True, 40, 232),),
+          (_H(128, 64, 2, 1, True, 40, 232),), (2048, 2**62), (_H(128, 112, 2, 1, True, 40, 232),)),
+    Entry(256, (_H(128, 64, 2, 1, True, 40, 232),), (_H(128, 64, 2, 1, True, 40, 232),), (),
+          (1024, 4096), (_H(128, 80, 2, 1, True, 40, 232),)),
 )  # fmt: skip

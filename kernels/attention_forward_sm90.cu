@@ -8,7 +8,7 @@
 // cores, so that one's softmax meets another's products.
 //
 // Grid: one-dimensional, no more blocks than the GPU holds; each takes tile blockIdx.x and then, by a
-// counter, one after the other that nobody has taken. Shared memory, in panels (mma.cuh), from a
+// counter, one after the other that nobody has taken; the last take sets the counter back to 0. Shared memory, in panels (mma.cuh), from a
 // multiple of 1024 bytes on: QUERY_BUFFERS x (queries, later outputs) [BLOCK_M], STAGES x keys [BLOCK_N],
 // STAGES x values [BLOCK_N], barriers, two jobs.
 //
@@ -34,8 +34,12 @@ static_assert(!HAS_MASK && !HAS_BIAS, "these go through the portable kernel");
 static_assert(!PING_PONG || GROUPS > 1, "somebody must take the turn");
 constexpr int STEPS = BLOCK_N / 16;
 using Weights = uint32[STEPS][4];
-// Whether the output shrinks in front of the product that adds to it, or behind the one before.
-constexpr bool SHRINKS_LATE = VALUE_WIDTH > 128;
+// Whether groups may see different tiles of keys.
+constexpr bool IN_BAND = (HAS_LEFT || HAS_RIGHT) && !HAS_BLOCKS && PING_PONG && BLOCK_M > BLOCK_N;
+
+// Heads of a section (scores.cuh). Fewer would end with long jobs; more of short sequences would have to
+// be read at once.
+constexpr uint32 SECTION = HAS_RIGHT || HAS_BLOCKS ? 4096 / HEAD_WIDTH : 1;
 
 // A ring of buffers: the one at hand, and the phase of its barriers.
 template <int COUNT>
@@ -50,43 +54,36 @@ struct Ring {
     }
 };
 
-// What a block does next: a tile of queries, its walk over keys, and of their tiles those, from
-// whole_begin to whole_end, that all its queries see by band and lengths.
+// What a block does next: a tile of queries, and its walk over keys.
 struct Job {
     int tile;   // -1: nothing, or an end of all jobs
-    int b, h, split, place, end, whole_begin, whole_end;
+    int b, h, split, place, end;
 
     // Number `index` of `works` of each head.
     __device__ __forceinline__ Job(const Params& p, uint32 index, uint32 works) : tile(-1) {
         const uint32 q_heads = static_cast<uint32>(p.q_heads), heads = static_cast<uint32>(p.batch) * q_heads;
         if (index >= works * heads) return;
-        const uint32 section = HAS_RIGHT ? 4 * static_cast<uint32>(p.section_heads) : 1;
-        const Turn<uint32> turn(index, works, heads, section < heads ? section : heads);
+        const Turn<uint32> turn(index, works, heads, SECTION < heads ? SECTION : heads);
         b = static_cast<int>(turn.head / q_heads), h = static_cast<int>(turn.head % q_heads);
         const Work work = work_at(p, b, h, HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile);
         tile = work.tile, split = work.split;
         if (tile < 0) return;
         const KeyWalk walk(p, b, h, first_row(), work);
         place = walk.place, end = walk.end;
-        const int64 own = first_row() + p.offset;
-        const int64 first = HAS_LEFT ? max64(0, own + BLOCK_M - 1 - p.left) : 0;
-        const int64 last = HAS_RIGHT ? max64(0, min64(p.kv_len, own + p.right + 1)) : p.kv_len;
-        whole_begin = static_cast<int>(min64(p.kv_len, first) + BLOCK_N - 1) / BLOCK_N;
-        whole_end = static_cast<int>(last / BLOCK_N);
     }
     __device__ __forceinline__ int64 first_row() const { return static_cast<int64>(tile) * BLOCK_M; }
     __device__ __forceinline__ KeyWalk walk(const Params& p) const {
         return KeyWalk(p, b, h, first_row(), place, end);
     }
     // To shared memory, and back.
-    static constexpr int WORDS = 8;
+    static constexpr int WORDS = 6;
     __device__ __forceinline__ void store(uint32 to) const {
-        const int words[WORDS] = {tile, b, h, split, place, end, whole_begin, whole_end};
+        const int words[WORDS] = {tile, b, h, split, place, end};
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) store_shared(to + i * 4, words[i]);
     }
     __device__ __forceinline__ explicit Job(uint32 from) {
-        int* words[WORDS] = {&tile, &b, &h, &split, &place, &end, &whole_begin, &whole_end};
+        int* words[WORDS] = {&tile, &b, &h, &split, &place, &end};
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) *words[i] = uniform(load_shared(from + i * 4));
     }
@@ -95,8 +92,22 @@ static_assert(QUERY_BUFFERS * QUERY_BYTES + STAGES * (Keys::BYTES + Values::BYTE
                   2 * Job::WORDS * 4 + 1024 == SHARED_BYTES,
               "the plan counts shared memory as the kernel does");
 
+// Tiles of keys that a group's 64 queries, from m on, see: any of them any pair, and all of them all.
+struct Tiles {
+    int begin, end, whole_begin, whole_end;
+    __device__ __forceinline__ Tiles(const Params& p, int64 m) {
+        const Range any = visible_keys<64>(p, m);
+        begin = tiles(any.begin), end = tiles(any.end + BLOCK_N - 1);
+        whole_begin = HAS_LEFT ? tiles(min64(p.kv_len, m + 63 + p.offset - p.left) + BLOCK_N - 1) : 0;
+        whole_end = tiles(HAS_RIGHT ? min64(p.kv_len, m + p.offset + p.right + 1) : p.kv_len);
+    }
+    static __device__ __forceinline__ int tiles(int64 keys) {
+        return uniform(static_cast<int>(max64(0, keys)) / BLOCK_N);
+    }
+};
+
 struct State {
-    float reference[ROWS], sum[ROWS], shrink[ROWS];
+    float reference[ROWS], sum[ROWS];   // sum: the thread's share
     Sums<1, VALUE_WIDTH / 8> out;
 };
 
@@ -113,13 +124,16 @@ __device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, 
             if (!visible.at(r, c)) at(s, r, c) = -infinity<float>();
 }
 
-// The references follow the scores, as in attention_forward.cu. Returns whether any has grown: then the
-// output has to shrink.
-constexpr float SLACK = 8;
-__device__ __forceinline__ bool follow(const Params& p, ScoreSums& s, State& state) {
+// Weights are 2^(factor * score - reference). The reference of a row is the largest score that it had
+// when the reference was last set; it stays as long as the weights of a tile, summed up, do not become
+// larger than this.
+constexpr float LIMIT = 4096;
+
+// References become the largest scores so far, and what has been summed up shrinks. Returns whether all
+// rows of the warp have one.
+__device__ __forceinline__ bool set_references(const Params& p, ScoreSums& s, State& state) {
     const float factor = factor_of(p);
-    float top[ROWS];
-    bool grown = false;
+    bool all = true;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         float even = at(s, r, 0), odd = at(s, r, 1);
@@ -128,46 +142,46 @@ __device__ __forceinline__ bool follow(const Params& p, ScoreSums& s, State& sta
             even = fmaxf(even, at(s, r, c));
             odd = fmaxf(odd, at(s, r, c + 1));
         }
-        top[r] = factor * over_row(fmaxf(even, odd), [](float x, float y) { return fmaxf(x, y); });
-        grown |= top[r] > state.reference[r] + SLACK;
-    }
-    grown = __any_sync(~0u, grown);
-    if (grown) {
-        keep_branch();
+        const float top = factor * over_row(fmaxf(even, odd), [](float x, float y) { return fmaxf(x, y); });
+        const float shrink = top > state.reference[r] ? exp2_approximate(state.reference[r] - top) : 1;
+        state.reference[r] = fmaxf(state.reference[r], top);
+        state.sum[r] *= shrink;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const bool grows = top[r] > state.reference[r] + SLACK;
-            state.shrink[r] = grows ? exp2_approximate(state.reference[r] - top[r]) : 1;
-            if (grows) state.reference[r] = top[r];
-            state.sum[r] *= state.shrink[r];
-        }
+        for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= shrink;
+        all &= state.reference[r] > -infinity<float>();
     }
-    return grown;
+    return __all_sync(~0u, all);
 }
 
-// Scores become weights.
-__device__ __forceinline__ void to_weights(const Params& p, ScoreSums& s, State& state) {
+// The weights of a tile as left factors, and the sums of the thread's. Returns whether the warp's are
+// within the limit.
+__device__ __forceinline__ bool make_weights(const Params& p, ScoreSums& s, const State& state,
+                                             Weights& weights, float (&sums)[ROWS]) {
     const float factor = factor_of(p);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const float safe = state.reference[r] == -infinity<float>() ? 0 : state.reference[r];
-        float even = 0, odd = 0;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += 2) {
-            even += at(s, r, c) = exp2_approximate(fmaf(at(s, r, c), factor, -safe));
-            odd += at(s, r, c + 1) = exp2_approximate(fmaf(at(s, r, c + 1), factor, -safe));
-        }
-        state.sum[r] += even + odd;
-    }
-}
-
-template <typename Factors>
-__device__ __forceinline__ void multiply_out(State& state, const Factors& factors) {
-    keep_branch();
+    float safe[ROWS], even[ROWS] = {}, odd[ROWS] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
+        safe[r] = state.reference[r] == -infinity<float>() ? 0 : state.reference[r];
 #pragma unroll
-        for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= factors[r];
+    for (int step = 0; step < STEPS; ++step) {
+        Sums<1, 2> w;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; c += 2) {
+                auto weight = [&](int c) { return exp2_approximate(fmaf(at(s, r, step * 4 + c), factor, -safe[r])); };
+                even[r] += at(w, r, c) = weight(c);
+                odd[r] += at(w, r, c + 1) = weight(c + 1);
+            }
+        sums_as_left(weights[step], w, 0, 0);
+    }
+    bool within = true;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        sums[r] = even[r] + odd[r];
+        within &= sums[r] <= LIMIT;
+    }
+    return __all_sync(~0u, within);
 }
 
 // The warp's rows of the output to shared memory.
@@ -293,7 +307,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                     slots.next();
                 }
                 if (index >= jobs) break;
-                const uint32 taken = leads ? atomicAdd(mapped.taken, 1u) : 0;
+                const uint32 taken = leads ? atomicInc(mapped.taken, jobs - 1) : 0;
                 if (job.tile >= 0) {
                     const int kv_head = job.h / group_size;
                     KeyWalk walk = job.walk(p);
@@ -351,6 +365,11 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     };
     for (Job job = receive(); job.tile >= 0; job = receive()) {
         KeyWalk walk = job.walk(p);
+        const Tiles tiles(p, job.first_row() + group * 64);
+        // Other groups' tiles pass by: at the end, and at the beginning.
+        const int behind = IN_BAND ? max(0, walk.end - max(walk.place, tiles.end)) : 0;
+        const int ahead = IN_BAND ? max(0, min(walk.end - behind, tiles.begin) - walk.place) : 0;
+        walk.place += ahead, walk.end -= behind;
         const Queries own = queries(query_ring.stage);
         const uint32 own_pair = query_pair(query_ring.stage, group);
         State state;
@@ -377,33 +396,58 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         };
         auto is_whole = [&]() {
             const int at = HAS_BLOCKS ? walk.now.tile : walk.place;
-            return (!HAS_LEFT || at >= job.whole_begin) && at < job.whole_end;
+            return (!HAS_LEFT || at >= tiles.whole_begin) && at < tiles.whole_end;
         };
-        auto make_weights = [&](Weights& weights, const ScoreSums& s) {
+        bool all_have_references = false;
+        auto take_in = [&](ScoreSums& s, Weights& weights) {
+            float sums[ROWS];
+            if (!(make_weights(p, s, state, weights, sums) & all_have_references)) {
+                keep_branch();
+                all_have_references = set_references(p, s, state);
+                make_weights(p, s, state, weights, sums);
+            }
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                sums_as_left(weights[step], s, 0, step);
-                if constexpr (HAS_DROPOUT) drop_weights(weights[step], p, walk.tile(p), 0, step);
+            for (int r = 0; r < ROWS; ++r) state.sum[r] += sums[r];
+            if constexpr (HAS_DROPOUT)
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step)
+                    drop_weights(weights[step], p, walk.tile(p), 0, step);
+        };
+
+        // Lets so many tiles pass by, and as many turns, less one for the first tile of a job.
+        bool begun = false;
+        auto pass = [&](int count) {
+#pragma unroll 1
+            for (; IN_BAND && count > 0; --count) {
+                wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
+                free_keys();
+                if (begun) {
+                    take_turn();
+                    hand_on_turn();
+                }
+                begun = true;
+                wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
+                free_values();
             }
         };
 
+        pass(ahead);
         wait_phase(full(own_pair), query_ring.phase);
         if (walk.more()) {
             Weights weights;
-            bool grown;
             {
                 ScoreSums s;
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
+                if (begun) take_turn();
                 start_scores(s);
+                if (begun) hand_on_turn();
+                begun = true;
                 let_leave();
                 wait_products<0>();
                 pin(s);
                 free_keys();
                 to_scores(p, walk, is_whole(), s);
-                follow(p, s, state);
-                to_weights(p, s, state);
-                make_weights(weights, s);
-                grown = false;   // nothing is there yet that could shrink
+                take_in(s, weights);
             }
             walk.next(p);
 #pragma unroll 1
@@ -412,7 +456,6 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 take_turn();
                 start_scores(s);
-                if (SHRINKS_LATE && grown) multiply_out(state, state.shrink);
                 wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
                 start_outputs(weights);
                 hand_on_turn();
@@ -420,15 +463,11 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 pin(s);
                 free_keys();
                 to_scores(p, walk, is_whole(), s);
-                grown = follow(p, s, state);
-                to_weights(p, s, state);
                 wait_products<0>();
                 pin(state.out);
                 free_values();
-                make_weights(weights, s);
-                if (!SHRINKS_LATE && grown) multiply_out(state, state.shrink);
+                take_in(s, weights);
             }
-            if (SHRINKS_LATE && grown) multiply_out(state, state.shrink);
             wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
             start_outputs(weights);
             wait_products<0>();
@@ -437,6 +476,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         } else {
             let_leave();
         }
+        pass(behind);
 
         leaving = own_pair;
         if constexpr (!STORES_BOXES) {
@@ -451,7 +491,10 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             write_partial(p, t, state, ends, job.split);
             continue;
         }
-        multiply_out(state, ends.factors);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < VALUE_WIDTH / 4; ++c) at(state.out, r, c) *= ends.factors[r];
         if constexpr (STORES_BOXES) {
             sync_some(1 + GROUPS + group, 128);   // no product needs the queries any more
             store_out(Outs{own.base}, state);

@@ -13,7 +13,7 @@
 // The argument of kernels that copy tensors with TMA.
 struct MappedParams {
     TensorMap q, k, v, out;
-    uint32* taken;   // 0 before the launch: how many tiles have been taken after the first ones
+    uint32* taken;   // how many tiles have been taken after the first ones; 0 before the launch and after it
     Params params;
 };
 

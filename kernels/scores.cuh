@@ -14,9 +14,10 @@ __device__ __forceinline__ int64 max64(int64 a, int64 b) { return a > b ? a : b;
 
 struct Range { int64 begin, end; };
 
-// Keys that any of the queries [m, m + BLOCK_M) sees by its band; begin is a multiple of BLOCK_N.
+// Keys that any of the queries [m, m + HEIGHT) sees by its band; begin is a multiple of BLOCK_N.
+template <int HEIGHT = BLOCK_M>
 __device__ __forceinline__ Range visible_keys(const Params& p, int64 m) {
-    int64 last = min64(m + BLOCK_M, p.q_len) - 1;
+    int64 last = min64(m + HEIGHT, p.q_len) - 1;
     int64 begin = HAS_LEFT ? max64(0, m + p.offset - p.left) : 0;
     int64 end = HAS_RIGHT ? min64(p.kv_len, last + p.offset + p.right + 1) : p.kv_len;
     return {begin / BLOCK_N * BLOCK_N, end};

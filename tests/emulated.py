@@ -23,7 +23,15 @@ from arrays import bytes_under
 
 import cuflash
 from cuflash import (
-    _compile, _execute, _interop, _launch, _plan, _source, _sparse, _tensor_maps,
+    _compile,
+    _counters,
+    _execute,
+    _interop,
+    _launch,
+    _plan,
+    _source,
+    _sparse,
+    _tensor_maps,
 )  # fmt: skip
 from cuflash._device import Device
 from cuflash._lists import Lists
@@ -193,7 +201,9 @@ def _cupy():
         cuda=SimpleNamespace(
             Device=lambda: SimpleNamespace(id=0),
             runtime=SimpleNamespace(getDevice=lambda: 0),
-            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+            get_current_stream=lambda: SimpleNamespace(
+                synchronize=lambda: None, ptr=0, is_capturing=lambda: False
+            ),
         ),
     )
 
@@ -236,8 +246,9 @@ def install(monkeypatch, folder, arch=90, descending=False):
         return launch
 
     module = _cupy()
-    for place in (_interop, _launch, _sparse):
+    for place in (_counters, _interop, _launch, _sparse):
         monkeypatch.setattr(place, "cupy_module", lambda: module)
+    monkeypatch.setattr(_counters, "_of_streams", {})
     monkeypatch.setattr(_compile, "kernel", kernel)
     monkeypatch.setattr(_tensor_maps, "encoded", _encoded)
     monkeypatch.setattr(_plan, "backward", backward)

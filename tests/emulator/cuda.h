@@ -163,6 +163,11 @@ inline bool __any_sync(unsigned lanes, int predicate) { return __ballot_sync(lan
 inline bool __all_sync(unsigned lanes, int predicate) { return !__any_sync(lanes, !predicate); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
+inline unsigned atomicInc(unsigned* to, unsigned limit) {
+    unsigned old = *to;
+    *to = old >= limit ? 0 : old + 1;
+    return old;
+}
 template <typename T>
 T atomicAdd(T* to, T value) { T old = *to; *to += value; return old; }
 
