@@ -358,8 +358,8 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     // Lets other queries come where outputs have left.
     uint32 leaving = 0;   // the pair of that place, or 0
     auto let_leave = [&]() {
-        if (leads && leaving != 0) {
-            if constexpr (STORES_BOXES) wait_stores_read();
+        if (STORES_BOXES && leads && leaving != 0) {
+            wait_stores_read();
             arrive(free(leaving));
         }
     };
@@ -385,6 +385,9 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         };
         auto start_outputs = [&](const Weights& weights) {
             start_columns<BLOCK_N>(state.out, weights, values(value_ring.stage).base);
+        };
+        auto free_queries = [&]() {
+            if (!STORES_BOXES && leads) arrive(free(own_pair));
         };
         auto free_keys = [&]() {
             if (leads) arrive(free(key_pair(key_ring.stage)));
@@ -446,6 +449,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_products<0>();
                 pin(s);
                 free_keys();
+                if (walk.is_last()) free_queries();
                 to_scores(p, walk, is_whole(), s);
                 take_in(s, weights);
             }
@@ -462,6 +466,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_products<1>();
                 pin(s);
                 free_keys();
+                if (walk.is_last()) free_queries();
                 to_scores(p, walk, is_whole(), s);
                 wait_products<0>();
                 pin(state.out);
@@ -475,14 +480,11 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             free_values();
         } else {
             let_leave();
+            free_queries();
         }
         pass(behind);
 
         leaving = own_pair;
-        if constexpr (!STORES_BOXES) {
-            let_leave();
-            leaving = 0;
-        }
         query_ring.next();
         const ScoreTile t(p, job.b, job.h, job.first_row(), 0);
         const bool is_split = HAS_BLOCKS && job.split >= 0;

@@ -162,6 +162,7 @@ struct Walk {
         return low;
     }
     __device__ __forceinline__ bool more() const { return place < end; }
+    __device__ __forceinline__ bool is_last() const { return place + 1 == end; }
     __device__ __forceinline__ void next(const Params& p) {
         ++place;
         if constexpr (HAS_BLOCKS) read(p);
