@@ -15,7 +15,7 @@ from workloads import length_label, mask_label, options_label
 COLOURS = {
     "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "plain-torch": "#495057",
     "efficient": "#2a6f97", "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
-    "flex": "#2a6f97",
+    "flex": "#2a6f97", "fa3": "#2a6f97", "fa4": "#e09f3e", "cuflash-graph": "#f4a261",
     "least": "#adb5bd", "model": "#2a9d8f",
 }
 LINES_FROM = 3  # so many lengths make a line; fewer make bars

@@ -11,6 +11,7 @@ from typing import Any
 
 import machine
 import plain
+from flash_providers import FlashPackage
 from inputs import SEED, Inputs
 from provider import Case, Provider, Skipped
 from torch_providers import HALVES, Flex, PlainTorch, TorchSdpa, to_torch, torch_missing
@@ -197,6 +198,8 @@ ALL: dict[str, Provider] = {
         PlainTorch(),
         TorchSdpa("cudnn", "CUDNN_ATTENTION", dtypes=HALVES),
         TorchSdpa("fa2", "FLASH_ATTENTION", dtypes=HALVES),
+        FlashPackage("fa3", "flash_attn_interface", "tokenspeed-fa3", has_backward=False),
+        FlashPackage("fa4", "flash_attn.cute", "flash-attn-4", has_backward=True),
         TorchSdpa("efficient", "EFFICIENT_ATTENTION", dtypes=(*HALVES, "float32")),
         Flex(),
         TorchSdpa("sdpa", None, devices=("cuda", "cpu")),
