@@ -47,13 +47,15 @@ class Suite:
     device : str
         "cuda" or "cpu".
     method : str
-        "time" (of the device's work), "call" (host time of a call), "peak" (memory on the GPU),
-        "process" (time and memory, one process for each case), "build" (host time and memory of
-        block masks), or "traffic" (bytes to and from the GPU's memory, all cases in one process
-        under ncu).
+        "time" (of the device's work), "turns" (the same, the providers of a workload taking
+        turns), "error" (of whole results), "call" (host time of a call), "peak" (memory on the
+        GPU), "process" (time and memory, one process for each case), "build" (host time and memory
+        of block masks, host time of compiling), or "traffic" (bytes to and from the GPU's memory,
+        all cases in one process under ncu).
     workloads : list of Workload
     providers : tuple of str
-        Names in `providers.ALL`. The peers of one workload are measured one after the other.
+        Names in `providers.ALL`. The peers of one workload are measured one after the other, but
+        for "turns".
     directions : tuple of str
     shown : tuple of Quantity
     summaries : tuple of str

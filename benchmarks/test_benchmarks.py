@@ -242,8 +242,8 @@ def test_a_workload_survives_json() -> None:
 def test_records_from_before_the_options_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a-gpu-float32.json"
     old = _record("cuflash", 2.0)
-    for key in ("dropout", "bias", "window", "mask", "tile", "kept_bytes", "moved_bytes",
-                "read_bytes", "written_bytes"):  # fmt: skip
+    for key in ("dropout", "bias", "window", "mask", "outliers", "tile", "rms_error",
+                "kept_bytes", "moved_bytes", "read_bytes", "written_bytes", "regime"):
         del old[key]
     path.write_text(json.dumps([old]))
     assert record.load(path) == [_record("cuflash", 2.0)]
