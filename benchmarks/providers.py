@@ -7,6 +7,7 @@ arguments, and what is needed to read its result. To add one, write a class and 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import machine
@@ -118,6 +119,33 @@ class CuflashFromTorch(Cuflash):
         return *(x if x is None else to_torch(x, inputs) for x in arrays), mask
 
 
+class CuflashGraph(Cuflash):
+    """The same, replayed from a CUDA graph that captured one call."""
+
+    name = "cuflash-graph"
+    devices = ("cuda",)
+
+    def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
+        import cupy
+
+        if direction != "call":
+            raise Skipped("graphs are measured by the host's time of a call only")
+        case = super().prepare(inputs, loaded, direction)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            case.call()  # compiles, which is not to be captured
+            stream.synchronize()
+            stream.begin_capture()
+            out = case.call()
+            graph = stream.end_capture()
+
+        def replay() -> Any:
+            graph.launch()
+            return out
+
+        return replace(case, call=replay)
+
+
 class Plain(Provider):
     """Matmul, softmax, matmul, in NumPy or CuPy."""
 
@@ -193,6 +221,7 @@ ALL: dict[str, Provider] = {
     for provider in (
         Cuflash(),
         CuflashTf32(),
+        CuflashGraph(),
         CuflashFromTorch(),
         Plain(),
         PlainTorch(),

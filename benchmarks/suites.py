@@ -107,8 +107,13 @@ SUITES = {
         shown=(MILLISECONDS, MEMORY),
     ),
     "call": Suite(
-        "cuda", "call", workloads.CALL, ("cuflash", "cuflash-torch", "sdpa"),
+        "cuda", "call", workloads.CALL, ("cuflash", "cuflash-graph", "cuflash-torch", "sdpa"),
         directions=("call",), shown=(MICROSECONDS,),
+    ),
+    "compile": Suite(
+        "cuda", "build", workloads.COMPILE, ("cuflash",), directions=("compile",),
+        shown=(MILLISECONDS,),
+        about="Compiling the forward kernel of a call by NVRTC, with nothing cached, bfloat16:",
     ),
     "memory": Suite(
         "cuda", "peak", workloads.MEMORY, ("cuflash", "plain", "efficient", "fa2"),

@@ -36,6 +36,7 @@ from torch_providers import flex_mask
 from workloads import (
     BLOCK_LISTS,
     DENSITY,
+    COMPILE,
     FLOAT32,
     LONG_STEP,
     OPTIONS,
@@ -336,6 +337,16 @@ def test_building_counts_shared_words_once() -> None:
     assert mask.kept_bytes and lists.kept_bytes and transposed.kept_bytes
     words = lists.kept_bytes - transposed.kept_bytes  # the mask is symmetric, but for them
     assert words == mask.kept_bytes - 16 * 8 * 8
+
+
+def test_building_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "architecture", lambda: 90)
+    chosen = run.Run(SUITES["compile"], "cpu", (), (providers.ALL["cuflash"],))
+    ((*_, found),) = run.measure_workload(chosen, COMPILE[0])
+    if found.note:
+        pytest.skip(found.note)
+    assert found.device_ms and found.device_ms > 10
+    assert found.kernel and found.kernel.startswith("attention_forward")
 
 
 def test_memory_per_token() -> None:
