@@ -35,9 +35,11 @@ from suites import MEMORY, MILLISECONDS, SPEED, SUITES
 from torch_providers import flex_mask
 from workloads import (
     BLOCK_LISTS,
-    DENSITY,
     COMPILE,
+    DENSITY,
     FLOAT32,
+    HOPPER_ERRORS,
+    HOPPER_FLOAT16,
     LONG_STEP,
     OPTIONS,
     PAPERS,
@@ -282,6 +284,33 @@ def test_means_tell_the_worst_cell() -> None:
     assert line == f"| cuflash : fa2 | fwd | 2.83 | 2 | {PAPERS[0].name} | 2 |"
 
 
+def test_the_best_peer_is_another_one_on_each_line() -> None:
+    records = [_record(name, ms, workload=workload)
+               for workload, times in zip(PAPERS[:2], ((1.0, 2.0, 3.0), (1.0, 5.0, 4.0)))
+               for name, ms in zip(("cuflash", "cudnn", "fa3"), times)]
+    text = summaries.means(tables.with_best_peer(records, SPEED), SPEED)
+    assert text.splitlines()[-1].startswith("| cuflash : best peer | fwd | 2.83 | 2 |")
+
+
+def test_dtypes_tell_both_ends() -> None:
+    records = [_record("cuflash", ms, workload=workload)
+               for workload, ms in zip(HOPPER_FLOAT16[:4], (1.0, 2.0, 1.0, 0.5))]
+    first, second = PAPERS[0].name, PAPERS[1].name
+    line = summaries.dtypes(records, SPEED).splitlines()[-1]
+    assert line == f"| cuflash | fwd | 1 | 0.5 | {second} | 2 | {first} |"
+    assert summaries.dtypes(records[1:2], SPEED) == ""
+
+
+def test_one_table_holds_both_errors() -> None:
+    records = [_record(name, None, workload=workload, rms_error=error)
+               for workload in HOPPER_ERRORS[:2]
+               for name, error in (("cuflash", 2e-7), ("fa3", 5e-7))]
+    lines = page.suite_text(records, SUITES["hopper_errors"]).splitlines()
+    assert "| normal | 2k | 0.2 / 1 | 0.5 / 1 | 2.5 / 1 |" in lines
+    assert "| normal, 0.1% outliers | 2k | 0.2 / 1 | 0.5 / 1 | 2.5 / 1 |" in lines
+    assert "sampled" not in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("peer", "said"),
     [((9, 9, 9), "512"), ((0.5, 9, 9), "1k"), ((9, 0.5, 9), "2k"), ((9, 9, 0.5), "none")],
@@ -362,7 +391,7 @@ def test_every_suite_has_text_and_plots(suite: str, tmp_path: Path) -> None:
     shown = SUITES[suite]
     records = [
         _record(name, 1.0, direction, workload, peak_bytes=2**20, kept_bytes=2**20,
-                moved_bytes=2**20)
+                moved_bytes=2**20, rms_error=1e-7)
         for workload in shown.workloads
         for name in shown.providers
         for direction in shown.directions
