@@ -39,7 +39,8 @@ Constant = tuple[str, int | bool | str]
 Constants = tuple[Constant, ...]
 
 MAX_GRID = 2**31 - 1
-_PRODUCT_WIDTHS = (48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # kernels/wgmma.cuh
+_PRODUCT_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # kernels/wgmma.cuh
+_MOST = MAX_GRID - 1024  # rows, or tiles: the Hopper kernel counts in 32 bits, and a tile beyond
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Plan(HashedOnce):
         Blocks, and threads of each. No blocks: there is nothing to launch.
     shared_bytes : int
         Dynamic shared memory of each block.
+    most_blocks : int
+        No grid of the kernel has more: what CUDA takes or, where blocks stay until all is done, as
+        many as the GPU holds.
     """
 
     kernel: str
@@ -63,12 +67,17 @@ class Plan(HashedOnce):
     grid: int
     threads: int
     shared_bytes: int = 0
+    most_blocks: int = MAX_GRID
 
     __hash__ = HashedOnce.__hash__
 
     def constant(self, name: str) -> int | bool | str:
         """The value of one constant."""
         return dict(self.constants)[name]
+
+    def over(self, blocks: int) -> Plan:
+        """The same for so many blocks, or as many as there may be: kernels loop over the rest."""
+        return replace(self, grid=min(blocks, self.most_blocks))
 
     @property
     def has_blocks(self) -> bool:
@@ -468,14 +477,14 @@ def _forward_hopper(problem: Problem, tile: HopperTile, device: Device) -> Plan 
     barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
     shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 24 + 1024
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
-    if blocks > MAX_GRID:  # tiles' numbers have 32 bits
+    if max(blocks, problem.q_len, problem.kv_len) > _MOST:
         return None
-    blocks = min(blocks, device.multiprocessors)
-    return _tensor_plan(
+    plan = _tensor_plan(
         "attention_forward_sm90", problem, tile, blocks, warps + 4, shared,
         ("WARPS", warps), ("WARPS_M", warps), ("PRODUCT_WIDTH", width),
         ("HAS_SINKS", problem.sinks),
     )  # fmt: skip
+    return replace(plan, most_blocks=device.multiprocessors).over(blocks)
 
 
 def _query_tensor(problem: Problem, tile: ForwardTile) -> Plan:

@@ -46,8 +46,6 @@ template <typename Type, int N> struct Wgmma;
 #define S(I)                                                                                           \
     "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]),          \
         "+f"(d[I + 6]), "+f"(d[I + 7])
-#define R_48 R0 ", " R1 ", " R2
-#define S_48 S(0), S(8), S(16)
 #define R_64 R0 ", " R1 ", " R2 ", " R3
 #define S_64 S(0), S(8), S(16), S(24)
 #define R_80 R_64 ", " R4
@@ -56,8 +54,8 @@ template <typename Type, int N> struct Wgmma;
 #define S_96 S_80, S(40)
 #define R_112 R_96 ", " R6
 #define S_112 S_96, S(48)
-#define R_128 R_96 ", " R6 ", " R7
-#define S_128 S_96, S(48), S(56)
+#define R_128 R_112 ", " R7
+#define S_128 S_112, S(56)
 #define R_160 R_128 ", " R8 ", " R9
 #define S_160 S_128, S(64), S(72)
 #define R_176 R_160 ", " R10
@@ -67,8 +65,6 @@ template <typename Type, int N> struct Wgmma;
 #define R_256 R_192 ", " R12 ", " R13 ", " R14 ", " R15
 #define S_256 S_192, S(96), S(104), S(112), S(120)
 
-WGMMA(float16, "f16", 48, R_48, S_48, 24, 25, 26, 27, 28)
-WGMMA(bfloat16, "bf16", 48, R_48, S_48, 24, 25, 26, 27, 28)
 WGMMA(float16, "f16", 64, R_64, S_64, 32, 33, 34, 35, 36)
 WGMMA(bfloat16, "bf16", 64, R_64, S_64, 32, 33, 34, 35, 36)
 WGMMA(float16, "f16", 80, R_80, S_80, 40, 41, 42, 43, 44)
