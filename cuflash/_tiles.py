@@ -239,12 +239,13 @@ class HopperTile:
     consumer_registers: int
 
 
-# By the larger of head_dim and value_dim; those that won on an H200 (benchmarks/NOTES.md). A tile of
-# 256 or 192 queries reads each key less often; smaller ones waste less at diagonals and ends. All
-# warp groups of a block share 512 registers for each of 128 threads.
+# By the larger of head_dim and value_dim; those that won on an H200 (benchmarks/NOTES.md). A tile
+# of 256 or 192 queries reads each key less often; smaller ones waste less at diagonals and ends.
+# The warp groups of a block share the registers that it starts with: 504 for 128 threads with two
+# consumers and the producer, 512 with three, 480 with four.
 _H = HopperTile
 HOPPER_FORWARD: Table[HopperTile] = (
-    Entry(64, (_H(256, 64, 4, 2, True, 24, 112),), (_H(128, 128, 2, 2, True, 40, 232),),
+    Entry(64, (_H(256, 64, 4, 2, True, 32, 112),), (_H(128, 128, 2, 2, True, 40, 232),),
           (_H(128, 128, 2, 2, True, 40, 232),), (1024, 2048), (_H(192, 128, 2, 2, True, 32, 160),)),
     Entry(96, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),), (),
           (1024, 1024), (_H(192, 112, 2, 2, True, 32, 160),)),
