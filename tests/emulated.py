@@ -32,7 +32,7 @@ from cuflash import (
     _source,
     _sparse,
     _tensor_maps,
-)  # fmt: skip
+)
 from cuflash._device import Device
 from cuflash._lists import Lists
 
@@ -44,16 +44,18 @@ _MAIN = """
 static Params emulated_params;
 extern "C" int run(unsigned grid, unsigned threads, unsigned shared_bytes, const void* params,
                    int descending) {
+    emulator::copies_first = descending;
     std::memcpy(&emulated_params, params, sizeof(Params));
-    std::vector<double> memory(shared_bytes / 8 + 2, NAN);
+    std::vector<double> memory(shared_bytes / 8 + 18, NAN);
     emulated_shared = reinterpret_cast<unsigned char*>(memory.data());
     emulated_shared += -reinterpret_cast<uintptr_t>(emulated_shared) & 15;
     emulator::entry = [] { KERNEL(emulated_params); };
     gridDim.x = grid;
+    emulator::make_stacks(threads);
     bool done = true;
     for (blockIdx.x = 0; done && blockIdx.x < grid; ++blockIdx.x)
         done = emulator::run_block(threads, descending);
-    std::vector<emulator::Fiber>().swap(emulator::fibers);  // their stacks
+    munmap(emulator::stacks, threads * emulator::STACK);
     return !done;
 }
 extern "C" unsigned params_size() { return sizeof(Params); }
@@ -70,7 +72,7 @@ def library(plan, folder):
             text = text[:start] + f'#include "{name}"\n' + text[end:]
     text = text.replace(
         "extern __shared__ __align__(16) unsigned char shared[];",
-        "unsigned char* shared = emulated_shared;",
+        "unsigned char* shared = emulated_shared + 128;",  # aligned no better than the kernels need
     )
     kind = "MappedParams" if "struct MappedParams" in text else "Params"
     main = _MAIN.replace("KERNEL", plan.kernel).replace("Params", kind)
@@ -78,15 +80,16 @@ def library(plan, folder):
     headers = "".join(path.read_text() for path in sorted(HERE.iterdir()))
     path = Path(folder) / f"{hashlib.sha256((headers + text).encode()).hexdigest()[:32]}.so"
     if not path.exists():
-        source = path.with_suffix(".cpp")
+        source, made = (path.with_suffix(f".{os.getpid()}{end}") for end in (".cpp", ".so"))
         source.write_text(text)
         options = ["-std=gnu++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=fast"]
         options.append("-U_FORTIFY_SOURCE")  # it takes the jumps between fibers for attacks
         if os.uname().machine == "x86_64":
             options.append("-mfma")
-        command = [COMPILER, *options, f"-I{HERE}", str(source), "-o", str(path)]
+        command = [COMPILER, *options, f"-I{HERE}", str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
+        os.replace(made, path)  # other processes of the test run may be at it, too
     return ctypes.CDLL(str(path))
 
 
@@ -174,13 +177,24 @@ def put_mask(mask):
     return BlockMask(mask.grid, put(mask.states), mask.bits)
 
 
+def placed(values, place=put):
+    """The arrays among these on the emulated GPU, and what is none."""
+    return {
+        name: place(value) if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
+
+
+def one_way(inputs, options, place=put):
+    """Attention on the emulated GPU: out and lse by name, as NumPy arrays."""
+    there = placed({name: inputs[name] for name in "qkv"} | options, place)
+    out, lse = cuflash.attention(**there, return_lse=True)
+    return {"out": out.inner, "lse": lse.inner}
+
+
 def both_ways(inputs, options, place=put, **more):
     """Attention and its gradients on the emulated GPU: all results by name, as NumPy arrays."""
-    arrays = {name: place(value) for name, value in inputs.items()}
-    there = {
-        name: place(value) if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
+    arrays, there = placed(inputs, place), placed(options, place)
     dout, dlse = arrays.pop("dout"), arrays.pop("dlse", None)
     out, lse = cuflash.attention(**arrays, **there, return_lse=True)
     more.setdefault("bias_grad", "bias" in there)
@@ -215,11 +229,12 @@ def _encoded(pointer, shape, strides, kind, rows):
     return struct.pack("<Q4q3q2i", pointer, *lengths, *steps, rows, 2).ljust(128, b"\0")
 
 
-def install(monkeypatch, folder, arch=90, descending=False):
+def install(monkeypatch, folder, arch=90, descending=False, multiprocessors=2):
     """Make cuflash use the emulated GPU for arrays of type `Array`.
 
     Threads run one after another, in ascending or descending order, from one barrier to the next:
-    where the order shows in a result, a barrier is missing.
+    where the order shows in a result, a barrier is missing. In descending order, asynchronous
+    copies are early and asynchronous products are late, else the other way round (cuda.h).
     """
     planned = _plan.backward
 
@@ -252,5 +267,6 @@ def install(monkeypatch, folder, arch=90, descending=False):
     monkeypatch.setattr(_compile, "kernel", kernel)
     monkeypatch.setattr(_tensor_maps, "encoded", _encoded)
     monkeypatch.setattr(_plan, "backward", backward)
+    device = dataclasses.replace(Device.of_arch(arch), multiprocessors=multiprocessors)
     for place in (_launch, _execute):
-        monkeypatch.setattr(place, "device", lambda index: Device.of_arch(arch))
+        monkeypatch.setattr(place, "device", lambda index: device)

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <setjmp.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -29,17 +30,21 @@ static unsigned char* emulated_shared;
 namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
-struct Fiber { ucontext_t start; jmp_buf place; std::vector<char> stack; bool begun, done; };
+struct Fiber { ucontext_t start; jmp_buf place; bool begun, done; };
 
 constexpr size_t STACK = 256 << 10;
+static char* stacks;                   // of the fibers, one behind the other
 static jmp_buf scheduler;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
-static Barrier block, named[16], warp_groups[8];   // the last: of four warps
+static Barrier block, named[16];
 static unsigned progress;              // ends of phases of barriers in shared memory
 static unsigned polls;                 // calls of __syncthreads_or so far
 static int any[2];                     // their results, by the parity of the call
 static uint64_t slots[1024];           // shuffles
+// Copies are made when they are started, and products of warp groups when somebody waits for them; or
+// the other way round. Where the difference shows in a result, somebody does not wait.
+static bool copies_first;
 static void (*entry)();
 
 // Contexts only start fibers: jumps between them ask nothing of the operating system.
@@ -69,8 +74,6 @@ static void wait(Barrier& barrier, unsigned count) {
     while (barrier.round == round) pause();
 }
 
-static void wait_group() { wait(warp_groups[threadIdx.x / 128], 128); }
-
 static void wait_warp() {
     unsigned first = threadIdx.x / 32 * 32, rest = fibers.size() - first;
     wait(warps[threadIdx.x / 32], rest < 32 ? rest : 32);
@@ -82,6 +85,12 @@ static void body() {
     _longjmp(scheduler, 1);
 }
 
+// Memory that nobody has written to costs nothing.
+static void make_stacks(unsigned threads) {
+    stacks = static_cast<char*>(mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE,
+                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+}
+
 // Runs the threads of one block, in ascending or descending order between barriers; false if they
 // wait for each other in vain.
 static bool run_block(unsigned threads, bool descending) {
@@ -89,13 +98,11 @@ static bool run_block(unsigned threads, bool descending) {
     warps.assign((threads + 31) / 32, {});
     block = {};
     for (Barrier& barrier : named) barrier = {};
-    for (Barrier& barrier : warp_groups) barrier = {};
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
         fiber.begun = fiber.done = false;
-        fiber.stack.resize(STACK);
         getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.data();
+        fiber.start.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * STACK;
         fiber.start.uc_stack.ss_size = STACK;
         makecontext(&fiber.start, body, 0);
     }
@@ -104,7 +111,6 @@ static bool run_block(unsigned threads, bool descending) {
         unsigned before = block.round + progress, after = 0;
         for (const Barrier& warp : warps) before += warp.round;
         for (const Barrier& barrier : named) before += barrier.round;
-        for (const Barrier& barrier : warp_groups) before += barrier.round;
         for (unsigned turn = 0; turn < threads; ++turn) {
             unsigned t = descending ? threads - 1 - turn : turn;
             if (fibers[t].done) continue;
@@ -115,7 +121,6 @@ static bool run_block(unsigned threads, bool descending) {
         if (!running) return true;
         for (const Barrier& warp : warps) after += warp.round;
         for (const Barrier& barrier : named) after += barrier.round;
-        for (const Barrier& barrier : warp_groups) after += barrier.round;
         idle = after + block.round + progress == before ? idle + 1 : 0;
     }
     return false;

@@ -1,6 +1,7 @@
-// kernels/ptx_sm90.cuh for the emulator. Boxes arrive as late as they may: when somebody waits for
-// their barrier.
+// kernels/ptx_sm90.cuh for the emulator. Boxes come and leave, and products are made, at once or as late
+// as they may: when somebody waits for them (cuda.h, copies_first).
 #pragma once
+#include <functional>
 #include <map>
 
 // What tests/emulated.py puts into the place of a real one.
@@ -74,13 +75,10 @@ inline void wait_phase(unsigned barrier, unsigned phase) {
 }
 inline void copy_box(unsigned to, const TensorMap& map, unsigned barrier, int channel, int row, int head,
                      int batch) {
-    emulator::phases.at(barrier).boxes.push_back({to, map, {channel, row, head, batch}});
+    auto& of = emulator::phases.at(barrier);
+    of.boxes.push_back({to, map, {channel, row, head, batch}});
+    if (emulator::copies_first) emulator::bring(of);
 }
-// Boxes leave as late as they may, too.
-inline void store_box(const TensorMap& map, unsigned from, int channel, int row, int head, int batch) {
-    emulator::stores[threadIdx.x].push_back({from, map, {channel, row, head, batch}});
-}
-inline void end_stores() {}
 inline void wait_stores_read() {
     for (const emulator::Box& box : emulator::stores[threadIdx.x])
         emulator::for_elements(box, [&](const unsigned char* from, unsigned char* to) {
@@ -88,6 +86,11 @@ inline void wait_stores_read() {
         });
     emulator::stores[threadIdx.x].clear();
 }
+inline void store_box(const TensorMap& map, unsigned from, int channel, int row, int head, int batch) {
+    emulator::stores[threadIdx.x].push_back({from, map, {channel, row, head, batch}});
+    if (emulator::copies_first) wait_stores_read();
+}
+inline void end_stores() {}
 inline void wait_stores() { wait_stores_read(); }
 inline void store_matrices(unsigned to, const unsigned (&from)[4]) {
     const int lane = threadIdx.x % 32;
@@ -101,7 +104,28 @@ inline void end_own_writes() {}
 template <int COUNT> void shrink_registers() {}
 template <int COUNT> void grow_registers() {}
 inline void arrive_some(int barrier, int threads) { emulator::arrive(emulator::named[barrier], threads); }
+
+namespace emulator {
+using Product = std::function<void()>;
+static std::vector<std::vector<Product>> product_groups[1024];   // of threads, that are under way
+static std::vector<Product> open_products[1024];
+inline void start(const Product& product) {
+    if (copies_first) open_products[threadIdx.x].push_back(product);
+    else product();
+}
+}  // namespace emulator
+
 inline void begin_products() {}
-inline void end_products() {}
-template <int PENDING> void wait_products() {}
+inline void end_products() {
+    emulator::product_groups[threadIdx.x].push_back(emulator::open_products[threadIdx.x]);
+    emulator::open_products[threadIdx.x].clear();
+}
+template <int PENDING>
+void wait_products() {
+    auto& groups = emulator::product_groups[threadIdx.x];
+    while (groups.size() > PENDING) {
+        for (const emulator::Product& product : groups.front()) product();
+        groups.erase(groups.begin());
+    }
+}
 inline void pin(float&) {}

@@ -1,4 +1,4 @@
-// kernels/wgmma.cuh for the emulator: products are made at once.
+// kernels/wgmma.cuh for the emulator.
 #pragma once
 
 namespace emulator {
@@ -29,12 +29,19 @@ struct Factor {
 };
 }  // namespace emulator
 
+// Each warp makes its rows of a product by itself, and takes all factors, those in registers too, when
+// it makes them.
 template <typename Type, int N>
 struct Wgmma {
     static void rows(float (&d)[N / 2], unsigned a, unsigned b, int add) {
+        emulator::start([=, &d] { make_rows(d, a, b, add); });
+    }
+    static void columns(float (&d)[N / 2], const unsigned (&a)[4], unsigned b) {
+        emulator::start([=, &d, &a] { make_columns(d, a, b); });
+    }
+    static void make_rows(float (&d)[N / 2], unsigned a, unsigned b, int add) {
         const emulator::Factor left(a), right(b);
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        emulator::wait_group();
         float x[2][16];
         for (int r = 0; r < 2; ++r)
             for (int k = 0; k < 16; ++k)
@@ -52,13 +59,13 @@ struct Wgmma {
                     to = sum[r] + (add ? to : 0);
                 }
             }
-        emulator::wait_group();
+        emulator::wait_warp();
     }
-    static void columns(float (&d)[N / 2], const unsigned (&a)[4], unsigned b) {
+    static void make_columns(float (&d)[N / 2], const unsigned (&a)[4], unsigned b) {
         const emulator::Factor right(b);
         const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
         emulator::group_operands[threadIdx.x] = {{a[0], a[1], a[2], a[3]}};
-        emulator::wait_group();
+        emulator::wait_warp();
         float x[2][16];
         for (int r = 0; r < 2; ++r)
             for (int k = 0; k < 16; ++k) {
@@ -73,6 +80,6 @@ struct Wgmma {
                     for (int r = 0; r < 2; ++r) d[piece * 4 + r * 2 + e] += x[r][k] * y;
                 }
             }
-        emulator::wait_group();
+        emulator::wait_warp();
     }
 };
