@@ -423,6 +423,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
 #pragma unroll 1
             for (; IN_BAND && count > 0; --count) {
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
+                __syncwarp();   // nobody still waits for a phase that others end
                 free_keys();
                 if (begun) {
                     take_turn();
@@ -430,6 +431,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 }
                 begun = true;
                 wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
+                __syncwarp();
                 free_values();
             }
         };
