@@ -37,6 +37,7 @@ LAYERS = {
     "_ranges": 5,
     "_grid": 4,
     "_bits": 3,
+    "_counters": 3,
     "_draws": 3,
     "_plan": 6,
     "_params": 6,

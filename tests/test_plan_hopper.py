@@ -36,17 +36,21 @@ def plan(
 
 
 @pytest.mark.parametrize("kv_len", [FEW, MANY])
+@pytest.mark.parametrize("block_size", [None, (128, 128), (256, 512)])
 @pytest.mark.parametrize("options", [
     {}, {"causal": True}, {"window": (9, 9)}, {"softcap": 9.0}, {"dropout": 0.1},
-    {"blocks": ((1, 1, 300, FEW), (128, 128))},
 ], ids=str)  # fmt: skip
-def test_every_half_problem_of_whole_chunks(options, kv_len):
-    if "blocks" in options:
-        options = {"blocks": ((1, 1, 300, kv_len), (128, 128))}
+def test_every_half_problem_of_whole_chunks(options, block_size, kv_len):
+    """Tiles under block masks have sides that lists can have."""
+    if block_size is not None:
+        options = options | {"blocks": ((1, 1, 300, kv_len), block_size)}
     for width in range(8, 257, 8):
         for value_dim in {8, width, 256}:
             for dtype in ("float16", "bfloat16"):
-                assert plan(width, value_dim, kv_len, dtype=dtype, **options).kernel == HOPPER
+                found = plan(width, value_dim, kv_len, dtype=dtype, **options)
+                assert found.kernel == HOPPER
+                if block_size is not None:
+                    assert {found.constant("BLOCK_M"), found.constant("BLOCK_N")} <= {64, 128, 256}
 
 
 @pytest.mark.parametrize("more", [
