@@ -5,6 +5,8 @@ descending order with early copies and late products (emulated.install). There a
 tiles, so that a block takes many.
 """
 
+import dataclasses
+
 import budget
 import emulated
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from problems import PROBLEMS, make
 
 import cuflash
-from cuflash import _lists
+from cuflash import _counters, _lists, _plan
 from cuflash._tiles import HOPPER_FORWARD
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
@@ -42,6 +44,7 @@ def attend(folder, launched, monkeypatch):
             emulated.install(monkeypatch, folder, 90, descending, multiprocessors=blocks)
             found.append(emulated.one_way(inputs, options or {}, place))
             assert tuple(launched) == kernels
+            assert not any(array.inner.any() for array in _counters._of_streams.values())
         assert all(found[0][name].tobytes() == got.tobytes() for name, got in found[1].items())
         return found[0]
 
@@ -72,28 +75,51 @@ def masked(dense, block_size):
 
 @pytest.mark.parametrize("name", FOR_HOPPER)
 def test_problem(name, attend):
-    dtype = HALVES[FOR_HOPPER.index(name) % 2]
+    problem = PROBLEMS[name]
+    dtype = HALVES[bool(problem.causal or problem.window)]  # the same for those that share a kernel
     inputs, options, answers = make(name, dtype)
     for result, got in attend(inputs, options).items():
         budget.check(result, got, DTYPES[dtype], *(answer[result] for answer in answers))
 
 
-@pytest.mark.parametrize("kind", ["plain", "rich", "sparse"])
-@pytest.mark.parametrize("number", range(len(HOPPER_FORWARD)))
-def test_every_tile(number, kind, attend):
+KINDS = [
+    (number, kind) for number, entry in enumerate(HOPPER_FORWARD)
+    for kind in ("plain", "long", "rich", "sparse") if getattr(entry, kind)
+]  # fmt: skip
+
+
+@pytest.fixture
+def no_plain_tiles(monkeypatch):
+    """Tiles for many keys are taken for few, too."""
+    table = tuple(dataclasses.replace(entry, many=(0, 0)) for entry in HOPPER_FORWARD)
+    monkeypatch.setattr(_plan, "HOPPER_FORWARD", table)
+    _plan.forward.cache_clear()
+    yield
+    _plan.forward.cache_clear()
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+def test_every_tile(number, kind, attend, request):
     """Several tiles of queries and of keys, and of both a rest."""
+    if kind == "long":
+        request.getfixturevalue("no_plain_tiles")
     entry, dtype = HOPPER_FORWARD[number], HALVES[number % 2]
-    tile = (getattr(entry, kind) or entry.plain)[0]
+    tile = getattr(entry, kind)[0]
     q_len, kv_len = 2 * tile.block_m + 9, 4 * tile.block_n + 17
-    inputs = draw(q_len, kv_len, entry.width, batch=1, dtype=dtype)
-    options, mask = {"causal": "top-left" if kind == "rich" else True}, {}
+    inputs = draw(q_len, kv_len, entry.width, None, 1, (2, 1), dtype)
+    options, given = {"causal": "top-left" if kind == "rich" else True}, {}
     if kind == "rich":
-        options |= rich(4) | {"window": (2 * tile.block_n, None)}
+        options |= rich(2) | {"window": (2 * tile.block_n, None)}
     if kind == "sparse":
-        dense = some((1, 4, q_len, kv_len), seed=number)
-        mask = {"mask": dense}
-        options["mask"] = masked(dense, 256)
-    budget.check_all(attend(inputs, options), inputs, options | mask)
+        dense = some((1, 2, q_len, kv_len), seed=number)
+        mask, given = cuflash.BlockMask.from_dense(dense, block_size=256), {"mask": dense}
+        told = cuflash.explain(**inputs, **options, mask=mask, arch=90)
+        options["mask"] = emulated.put_mask(mask)
+    else:
+        told = cuflash.explain(**inputs, **options, arch=90)
+    constants = dict(told.plans[0].constants)
+    assert {name: constants[name.upper()] for name in vars(tile)} == vars(tile)
+    budget.check_all(attend(inputs, options), inputs, options | given)
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 100])
@@ -277,7 +303,7 @@ def test_rows_that_see_a_nan_keep_it_to_themselves(attend):
     ((1, 1), 1, {"softcap": 2.0}),
     ((1, H), H, {"causal": True, "dropout": 0.25, "seed": 5}),
     ((B, H), H, {"sinks": normal((H,), seed=13)}),
-], ids=str)  # fmt: skip
+], ids=["one list", "by head", "by batch and head"])  # fmt: skip
 def test_split_lists(planes, heads, options, attend, monkeypatch):
     """Partial results are combined. Heads may have unlike numbers of works: the rest is empty."""
     monkeypatch.setattr(_lists, "_SHORT", 2)

@@ -1,13 +1,14 @@
 """Which problems the Hopper kernel takes, and with which tiles."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 from arrays import DTYPES
 from forwards import HOPPER, PORTABLE
 
-from cuflash import _plan
+from cuflash import _plan, _source
 from cuflash._device import Device
 from cuflash._problem import describe
 from cuflash._tiles import HOPPER_FORWARD
@@ -58,10 +59,28 @@ def test_every_half_problem_of_whole_chunks(options, block_size, kv_len):
     {"mask": ((300, FEW), np.dtype(bool))}, {"bias": ((300, FEW), np.dtype("float16"))},
     {"dtype": "float32", "precision": "tf32", "vector": 4},
     {"blocks": ((1, 1, 300, FEW), (64, 64))}, {"blocks": ((1, 1, 300, FEW), (128, 48))},
-    {"kv_len": 2**31, "head_dim": 8},
+    {"kv_len": 2**31, "head_dim": 8}, {"kv_len": 2**33}, {"heads": 2**30},
 ], ids=str)  # fmt: skip
 def test_what_the_portable_kernel_takes(more):
     assert plan(**more).kernel == PORTABLE
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("block_size", [
+    (64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256),
+])  # fmt: skip
+def test_blocks_no_smaller_than_a_tile(block_size, options):
+    """They go to the Hopper kernel if it has a tile that fits in them and that lists can have."""
+    for entry in HOPPER_FORWARD:
+        sides = {
+            (tile.block_m, tile.block_n)
+            for tile in entry.sparse + (entry.rich if options else entry.plain)
+        }
+        fitting = {side for side in sides if {*side} <= {64, 128, 256} and
+                   side[0] <= block_size[0] and side[1] <= block_size[1]}  # fmt: skip
+        found = plan(entry.width, blocks=((1, 1, 300, FEW), block_size), **options)
+        side = found.constant("BLOCK_M"), found.constant("BLOCK_N")
+        assert side in fitting if found.kernel == HOPPER else not fitting
 
 
 @pytest.mark.parametrize("more", [
@@ -81,6 +100,15 @@ def test_registers_of_all_warp_groups(tile):
     for registers in (tile.producer_registers, tile.consumer_registers):
         assert registers % 8 == 0 and 24 <= registers <= 240
     assert tile.producer_registers < start < tile.consumer_registers or groups == 1
+
+
+def test_products_of_all_widths():
+    """Tiles of keys, and all widths of values, are among those of kernels/wgmma.cuh."""
+    text = (_source.folder() / "wgmma.cuh").read_text()
+    found = set(re.findall(r"^WGMMA\((\w+), \"\w+\", (\d+),", text, re.MULTILINE))
+    widths = set(_plan._PRODUCT_WIDTHS)
+    assert found == {(kind, str(n)) for kind in ("float16", "bfloat16") for n in widths}
+    assert {tile.block_n for tile in TILES} <= widths and HOPPER_FORWARD[-1].width <= max(widths)
 
 
 @pytest.mark.parametrize("entry", HOPPER_FORWARD, ids=lambda entry: entry.width)
