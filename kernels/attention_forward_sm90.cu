@@ -125,8 +125,8 @@ __device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, 
 }
 
 // Weights are 2^(factor * score - reference). The reference of a row is the largest score that it had
-// when the reference was last set; it stays as long as the weights of a tile, summed up, do not become
-// larger than this.
+// when the reference was last set; it stays as long as no thread's weights of a tile sum up to more than
+// this. So most tiles need no maximum.
 constexpr float LIMIT = 4096;
 
 // References become the largest scores so far, and what has been summed up shrinks. Returns whether all
