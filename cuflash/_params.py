@@ -78,7 +78,8 @@ class Layout:
     dense : bool
         The elements of all rows lie side by side.
     mapped : bool
-        And no stride is negative or, along an axis longer than 1, zero: the copy engine takes them.
+        And along no axis longer than 1 is the stride less than a row, or negative: the copy engine
+        takes them.
     """
 
     data: bytes
@@ -187,5 +188,5 @@ def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, b
         for length, stride in zip(shape[:-1], strides[:-1]):
             if length > 1:
                 bits |= stride
-                mapped &= stride > 0
+                mapped &= stride >= shape[-1] * element
     return bits & -bits, dense, dense and mapped

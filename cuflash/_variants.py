@@ -63,8 +63,10 @@ def _hopper_problems(width: int) -> Iterator[Problem]:
         "window": (100, None), "alibi_slopes": heads, "softcap": 30.0, "sinks": heads,
         "dropout": 0.1,
     }  # fmt: skip
+    blocks: Any = ((1, 1, 300, 300), (128, 128))
     yield describe(rows, rows, rows, causal=True, **features)
-    yield describe(rows, rows, rows, blocks=((1, 1, 300, 300), (128, 128)))
+    yield describe(rows, rows, rows, blocks=blocks)
+    yield describe(rows, rows, rows, causal=True, blocks=blocks, **features)
 
 
 def _plans(problem: Problem, device: Device, vector: int) -> Iterator[_plan.Plan]:
