@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from workloads import Workload
 
 SAMPLED_ROWS = 8
 SEED = 20  # of the dropout, for providers that take one
+OUTLIER_DEVIATION = 10.0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random normal q, k, v, dout and bias of a workload.
+    """Random q, k, v, dout and bias of a workload.
+
+    They are normal, of variance 1. To outliers a second normal number is added, of variance 100.
 
     Attributes
     ----------
@@ -51,9 +55,25 @@ def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
         normal = cupy.random.RandomState(seed).standard_normal
     else:
         normal = np.random.default_rng(seed).standard_normal
-    arrays = [normal(shape, dtype=drawn).astype(numpy_dtype(w.dtype), copy=False)
-              for shape in shapes]
-    return Inputs(w, device, *arrays)
+
+    def draw(shape: tuple[int, ...]) -> Any:
+        values = normal(shape, dtype=drawn)
+        if w.outliers:
+            chosen = normal(shape, dtype=drawn) > NormalDist().inv_cdf(1 - w.outliers)
+            values += chosen * normal(shape, dtype=drawn) * drawn(OUTLIER_DEVIATION)
+        return values.astype(numpy_dtype(w.dtype), copy=False)
+
+    return Inputs(w, device, *(draw(shape) for shape in shapes))
+
+
+def explained(workload: Workload, arch: int) -> Any:
+    """Ask cuflash how it runs a workload, causal or full, on a GPU that need not be here."""
+    import cuflash
+
+    w = workload
+    q = np.zeros((w.batch, w.q_len, w.q_heads, w.head_dim), numpy_dtype(w.dtype))
+    k = np.zeros((w.batch, w.kv_len, w.kv_heads, w.head_dim), numpy_dtype(w.dtype))
+    return cuflash.explain(q, k, k, causal=w.causal, arch=arch)
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import machine
 import numpy as np
 import timing
 from inputs import Inputs, make_inputs, sample_positions, true_rows
-from provider import Case, Provider
+from provider import Case, Provider, Skipped
 from workloads import GRADIENTS, Workload, from_fields
 
 WARM_UP_LENGTH = 64
@@ -29,7 +30,9 @@ class Measurement:
     device_ms : float
         Milliseconds of the device, or of the host.
     max_error : float
-        Largest absolute error of the sampled rows.
+        Largest absolute error of the sampled rows; of all, where `rms_error` is there too.
+    rms_error : float
+        Root mean square of all errors.
     peak_bytes, allowed_bytes : int
         Memory beyond the inputs, and how much of it there may be.
     kept_bytes : int
@@ -40,10 +43,13 @@ class Measurement:
         The two parts of them, where counters told.
     kernel, tile, note
         As in `provider.Case`.
+    regime : str
+        How the time was taken, where it was not of the provider alone.
     """
 
     device_ms: float | None = None
     max_error: float | None = None
+    rms_error: float | None = None
     peak_bytes: int | None = None
     allowed_bytes: int | None = None
     kept_bytes: int | None = None
@@ -53,6 +59,7 @@ class Measurement:
     kernel: str | None = None
     tile: tuple[int, int] | None = None
     note: str | None = None
+    regime: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,36 @@ class Subject:
         None where the provider drops what it likes.
         """
         rows = case.rows(result, self.positions)
-        if not np.isfinite(rows).all():
-            raise RuntimeError("the result holds NaN or Inf")
         if self.inputs.workload.dropout and not provider.replays_dropout:
             return None
         truth = self.dq_rows if direction in GRADIENTS else self.out_rows
         return float(np.abs(rows - truth).max())
+
+
+class BrokenDevice(Exception):
+    """The GPU answers no more calls of this process."""
+
+
+def attempt(device: str, task: Callable[..., Measurement], *arguments: Any) -> Measurement:
+    """Measure; what is skipped or fails is a finding with a note.
+
+    Raises
+    ------
+    BrokenDevice
+        The failure left the GPU unusable, and would be blamed on whoever comes next.
+    """
+    try:
+        return task(*arguments)
+    except Skipped as reason:
+        return Measurement(note=f"skipped: {reason}")
+    except Exception as error:  # whatever a provider raises must not end the run
+        lines = str(error).strip().splitlines() or [""]
+        failure = f"failed: {type(error).__name__}: {lines[0][:200]}"
+    try:
+        machine.synchronize(device)
+    except Exception as error:
+        raise BrokenDevice(f"the GPU is unusable after this: {failure}") from error
+    return Measurement(note=failure)
 
 
 def measure(

@@ -10,12 +10,12 @@ from patterns import Random
 from record import Record, workload_of
 from suites import Quantity
 from tables import by_workload, ordered, value
-from workloads import length_label, mask_label, options_label
+from workloads import inputs_label, length_label, mask_label, options_label
 
 COLOURS = {
     "cuflash": "#c1121f", "cuflash-torch": "#f28482", "plain": "#8d99ae", "plain-torch": "#495057",
     "efficient": "#2a6f97", "cudnn": "#2a9d8f", "fa2": "#8338ec", "sdpa": "#e09f3e",
-    "flex": "#2a6f97",
+    "flex": "#2a6f97", "fa3": "#2a6f97", "fa4": "#e09f3e", "cuflash-graph": "#f4a261",
     "least": "#adb5bd", "model": "#2a9d8f",
 }
 LINES_FROM = 3  # so many lengths make a line; fewer make bars
@@ -66,9 +66,12 @@ def _draw_panel(axis: Any, records: list[Record], quantity: Quantity) -> None:
     axis.grid(axis="y", alpha=0.3)
     if not records:
         return
-    points = {(r["provider"], r["causal"], r["kv_len"]) for r in records}
-    lines = len({r["kv_len"] for r in records}) >= LINES_FROM and len(points) == len(records)
-    (_draw_lines if lines else _draw_bars)(axis, records, quantity)
+    single = [r for r in records if r["q_heads"] == r["kv_heads"]]  # grouped: no line for one point
+    points = {(r["provider"], r["causal"], r["kv_len"]) for r in single}
+    if len({r["kv_len"] for r in single}) >= LINES_FROM and len(points) == len(single):
+        _draw_lines(axis, single, quantity)
+    else:
+        _draw_bars(axis, records, quantity)
     axis.legend(fontsize=8)
 
 
@@ -137,7 +140,10 @@ def _draw_bars(axis: Any, records: list[Record], quantity: Quantity) -> None:
 
 def _bar_name(record: Record) -> str:
     name = f"{length_label(record['kv_len'])} {mask_label(record['causal'])}"
-    options = options_label(workload_of(record))
+    workload = workload_of(record)
+    options = options_label(workload)
+    if workload.outliers:
+        options = f"{inputs_label(workload)} {options}"
     if record["q_heads"] != record["kv_heads"]:
         options = f"{record['q_heads']}/{record['kv_heads']} heads {options}"
     return f"{name}\n{options}"

@@ -45,10 +45,33 @@ class Case:
     note: str | None = None
 
     def rows(self, result: Any, positions: list[tuple[int, int, int]]) -> np.ndarray:
-        """Read rows of the result, as float64 of shape (len(positions), head_dim)."""
+        """Read rows of the result, as float64 of shape (len(positions), head_dim).
+
+        Raises
+        ------
+        RuntimeError
+            They hold NaN or Inf.
+        """
         array = self.primary(result)
         order = (lambda b, h, i: (b, h, i)) if self.heads_first else (lambda b, h, i: (b, i, h))
-        return np.stack([to_float64(array[order(*position)]) for position in positions])
+        return _finite(np.stack([to_float64(array[order(*position)]) for position in positions]))
+
+    def whole(self, result: Any) -> np.ndarray:
+        """Read all of the result, as float64 of shape (batch, heads, seq, head_dim).
+
+        Raises
+        ------
+        RuntimeError
+            It holds NaN or Inf.
+        """
+        array = _finite(to_float64(self.primary(result)))
+        return array if self.heads_first else array.swapaxes(1, 2)
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    if not np.isfinite(array).all():
+        raise RuntimeError("the result holds NaN or Inf")
+    return array
 
 
 class Provider(ABC):

@@ -7,10 +7,12 @@ arguments, and what is needed to read its result. To add one, write a class and 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import machine
 import plain
+from flash_providers import FlashPackage
 from inputs import SEED, Inputs
 from provider import Case, Provider, Skipped
 from torch_providers import HALVES, Flex, PlainTorch, TorchSdpa, to_torch, torch_missing
@@ -117,6 +119,33 @@ class CuflashFromTorch(Cuflash):
         return *(x if x is None else to_torch(x, inputs) for x in arrays), mask
 
 
+class CuflashGraph(Cuflash):
+    """The same, replayed from a CUDA graph that captured one call."""
+
+    name = "cuflash-graph"
+    devices = ("cuda",)
+
+    def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
+        import cupy
+
+        if direction != "call":
+            raise Skipped("graphs are measured by the host's time of a call only")
+        case = super().prepare(inputs, loaded, direction)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            case.call()  # compiles, which is not to be captured
+            stream.synchronize()
+            stream.begin_capture()
+            out = case.call()
+            graph = stream.end_capture()
+
+        def replay() -> Any:
+            graph.launch()
+            return out
+
+        return replace(case, call=replay)
+
+
 class Plain(Provider):
     """Matmul, softmax, matmul, in NumPy or CuPy."""
 
@@ -192,11 +221,14 @@ ALL: dict[str, Provider] = {
     for provider in (
         Cuflash(),
         CuflashTf32(),
+        CuflashGraph(),
         CuflashFromTorch(),
         Plain(),
         PlainTorch(),
         TorchSdpa("cudnn", "CUDNN_ATTENTION", dtypes=HALVES),
         TorchSdpa("fa2", "FLASH_ATTENTION", dtypes=HALVES),
+        FlashPackage("fa3", "flash_attn_interface", "tokenspeed-fa3", has_backward=False),
+        FlashPackage("fa4", "flash_attn.cute", "flash-attn-4", has_backward=True),
         TorchSdpa("efficient", "EFFICIENT_ATTENTION", dtypes=(*HALVES, "float32")),
         Flex(),
         TorchSdpa("sdpa", None, devices=("cuda", "cpu")),

@@ -15,11 +15,12 @@ Record = dict[str, Any]
 KEYS = (
     "provider", "provider_version", "kernel", "workload", "direction", "dtype", "batch", "q_len",
     "kv_len", "q_heads", "kv_heads", "head_dim", "causal", "dropout", "bias", "window", "mask",
-    "tile", "device_ms", "tflops", "gbps", "max_error", "peak_bytes", "allowed_bytes", "kept_bytes",
-    "moved_bytes", "read_bytes", "written_bytes", "note", "gpu", "commit", "date",
+    "outliers", "tile", "device_ms", "tflops", "gbps", "max_error", "rms_error", "peak_bytes",
+    "allowed_bytes", "kept_bytes", "moved_bytes", "read_bytes", "written_bytes", "note", "regime",
+    "gpu", "commit", "date",
 )
 # What records hold that were made before the key was.
-MISSING: Record = {**dict.fromkeys(KEYS), "dropout": 0.0, "bias": False}
+MISSING: Record = {**dict.fromkeys(KEYS), "dropout": 0.0, "bias": False, "outliers": 0.0}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def make_record(
     record |= asdict(workload) | asdict(found) | asdict(origin)
     record["workload"] = record.pop("name")
     record["device_ms"] = _rounded(found.device_ms, 5)
-    record["max_error"] = _rounded(found.max_error, 3)
+    for key in ("max_error", "rms_error"):
+        record[key] = _rounded(record[key], 3)
     record["tflops"] = record["gbps"] = None
     if found.device_ms and direction in PASSES:
         seconds = found.device_ms * 1e-3

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,12 +23,15 @@ import machine
 import page
 import providers
 import record
+import tables
 import traffic
+from accuracy import Accuracy
 from building import Building
-from measure import Measurement, Subject, measure, measure_in_process
-from provider import Provider, Skipped
+from measure import BrokenDevice, Measurement, Subject, attempt, measure, measure_in_process
+from provider import Provider
 from record import Origin, Record
 from suites import SUITES, Suite
+from turns import measure_in_turns
 from workloads import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -43,10 +46,6 @@ class Finding:
     version: str
     direction: str
     found: Measurement
-
-
-class BrokenDevice(Exception):
-    """The GPU answers no more calls of this process."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +107,39 @@ def measure_workload(
 ) -> Iterator[tuple[Provider, str, Measurement]]:
     """Measure one workload by every provider, one after the other."""
     wanted = [(p, run.directions(workload, p)) for p in run.providers]
+    cases = [(provider, direction) for provider, chosen in wanted for direction in chosen]
     if run.suite.method == "build":
         building = Building(workload, run.device)
-        for provider, directions in wanted:
-            for direction in directions:
-                yield provider, direction, attempt(run.device, building.measure, direction)
+        for provider, direction in cases:
+            yield provider, direction, attempt(run.device, building.measure, direction)
+    elif run.suite.method == "error":
+        accuracy = Accuracy(workload, run.device)
+        for provider, direction in cases:
+            yield provider, direction, attempt(run.device, accuracy.measure, provider, direction)
     elif run.suite.method == "process":
-        for provider, directions in wanted:
-            for direction in directions:
-                yield provider, direction, attempt(
-                    run.device, measure_in_process, provider.name, workload, direction)
-    elif any(directions for _, directions in wanted):
+        for provider, direction in cases:
+            yield provider, direction, attempt(
+                run.device, measure_in_process, provider.name, workload, direction)
+    elif run.suite.method == "turns" and cases:
+        yield from _measure_in_turns(run, workload, cases)
+    elif cases:
         subject = Subject.of(workload, run.device)
         for provider, directions in wanted:
             if directions:
                 yield from _measure_provider(run, provider, subject, directions)
             machine.release_memory(run.device)
+
+
+def _measure_in_turns(
+    run: Run, workload: Workload, cases: list[tuple[Provider, str]]
+) -> Iterator[tuple[Provider, str, Measurement]]:
+    subject = Subject.of(workload, run.device)
+    for direction in tables.ordered(direction for _, direction in cases):
+        together = [provider for provider, each in cases if each == direction]
+        found = measure_in_turns(subject, together, direction)
+        for provider in together:
+            yield provider, direction, found[provider.name]
+        machine.release_memory(run.device)
 
 
 def _measure_provider(
@@ -142,36 +158,14 @@ def _measure_provider(
             machine.release_memory(run.device)
 
 
-def attempt(device: str, task: Callable[..., Measurement], *arguments: Any) -> Measurement:
-    """Measure; what is skipped or fails is a finding with a note.
-
-    Raises
-    ------
-    BrokenDevice
-        The failure left the GPU unusable, and would be blamed on whoever comes next.
-    """
-    try:
-        return task(*arguments)
-    except Skipped as reason:
-        return Measurement(note=f"skipped: {reason}")
-    except Exception as error:  # whatever a provider raises must not end the run
-        lines = str(error).strip().splitlines() or [""]
-        failure = f"failed: {type(error).__name__}: {lines[0][:200]}"
-    try:
-        machine.synchronize(device)
-    except Exception as error:
-        raise BrokenDevice(f"the GPU is unusable after this: {failure}") from error
-    return Measurement(note=failure)
-
-
 def case_line(found: Record) -> str:
     """Write one record as a line of the log."""
     words = [f"{found['workload']} {found['dtype']} {found['provider']} {found['direction']}:"]
     for key, form in (("device_ms", "{:.4g} ms"), ("tflops", "{:.3g} TFLOP/s"),
                       ("peak_bytes", "{:,} bytes"), ("kept_bytes", "{:,} bytes kept"),
                       ("moved_bytes", "{:,} bytes moved"),
-                      ("max_error", "error {:.2g}"),
-                      ("kernel", "{}"), ("note", "{}")):
+                      ("max_error", "error {:.2g}"), ("rms_error", "RMS error {:.2g}"),
+                      ("kernel", "{}"), ("regime", "{}"), ("note", "{}")):
         if found[key] is not None:
             words.append(form.format(found[key]))
     return " ".join(words)

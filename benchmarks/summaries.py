@@ -53,6 +53,26 @@ def means(records: list[Record], quantity: Quantity) -> str:
     return f"Ratios over all lines:\n\n{markdown(head, lines)}" if lines else ""
 
 
+def dtypes(records: list[Record], quantity: Quantity) -> str:
+    """Write how each provider's float16 compares with its bfloat16 of the same sizes."""
+    head = ["provider", "direction", "geometric mean", "smallest", "where", "largest", "where"]
+    found = {(r["provider"], r["direction"], r["workload"], r["dtype"]): value(r, quantity)
+             for r in records}
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for (provider, direction, name, dtype), half in found.items():
+        other = found.get((provider, direction, name, "bfloat16"))
+        if dtype == "float16" and half and other:
+            ratios.setdefault((provider, direction), {})[name] = half / other
+    lines = []
+    for (provider, direction), cells in ratios.items():
+        ends = (choose(cells.items(), key=lambda item: item[1]) for choose in (min, max))
+        mean = number(geometric_mean(cells.values()))
+        lines.append([provider, short(direction), mean,
+                      *(text for name, one in ends for text in (number(one), name))])
+    title = f"{quantity.unit}, float16 : bfloat16"
+    return f"{title}:\n\n{markdown(head, lines)}" if lines else ""
+
+
 def lead(records: list[Record], quantity: Quantity) -> str:
     """Write the length from which on cuflash is ahead of each peer at every length measured."""
     contests = contests_of(records)
@@ -230,6 +250,6 @@ def built(records: list[Record], quantity: Quantity) -> str:
 
 
 ALL: dict[str, Callable[[list[Record], Quantity], str]] = {
-    "means": means, "lead": lead, "per_token": per_token, "costs": costs,
+    "means": means, "dtypes": dtypes, "lead": lead, "per_token": per_token, "costs": costs,
     "densities": densities, "built": built,
 }

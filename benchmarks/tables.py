@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from record import Record, workload_of
-from suites import Quantity
-from workloads import length_label, mask_label, options_label
+from suites import MEMORY, Quantity
+from workloads import inputs_label, length_label, mask_label, options_label
 
 SUBJECT = "cuflash"
+BEST_PEER = "best peer"
 NOTHING = "–"
 LABELS: dict[str, Any] = {
     "dtype": lambda r: r["dtype"],
     "head_dim": lambda r: str(r["head_dim"]),
     "mask": lambda r: mask_label(r["causal"]),
+    "inputs": lambda r: inputs_label(workload_of(r)),
     "heads per key head": lambda r: str(r["q_heads"] // r["kv_heads"]),
     "options": lambda r: options_label(workload_of(r)) or NOTHING,
     "queries": lambda r: length_label(r["q_len"]),
@@ -23,8 +25,8 @@ LABELS: dict[str, Any] = {
 }
 
 
-def table(records: list[Record], quantity: Quantity) -> str:
-    """Write one quantity of all records as a table, best peer and worst alike.
+def table(records: list[Record], *quantities: Quantity) -> str:
+    """Write quantities of all records as a table, best peer and worst alike.
 
     Ratios are turned so that above 1 is good for cuflash.
     """
@@ -33,7 +35,7 @@ def table(records: list[Record], quantity: Quantity) -> str:
     directions = ordered(r["direction"] for r in records)
     labels = labels_of(records)
     contests = contests_of(records)
-    limited = quantity.key == "peak_bytes" and any(_is_limited(r) for r in records)
+    limited = quantities == (MEMORY,) and any(_is_limited(r) for r in records)
     head = [*labels, *providers, *(["allowed"] if limited else [])]
     head += [f"{ours} : {peer}" for ours, peer in contests]
     lines = []
@@ -41,16 +43,30 @@ def table(records: list[Record], quantity: Quantity) -> str:
         found = {(r["provider"], r["direction"]): r for r in rows}
         cells = [LABELS[label](rows[0]) for label in labels]
         for provider in providers:
-            cells.append(cell([value(found.get((provider, d)), quantity) for d in directions]))
+            cells.append(cell([value(found.get((provider, d)), q)
+                               for q in quantities for d in directions]))
         if limited:
-            cells.append(cell([_allowed(rows, d, quantity) for d in directions]))
+            cells.append(cell([_allowed(rows, d, MEMORY) for d in directions]))
         for contest in contests:
-            cells.append(cell([ratio(found, contest, d, quantity) for d in directions]))
+            cells.append(cell([ratio(found, contest, d, q)
+                               for q in quantities for d in directions]))
         lines.append(cells)
-    unit = f"{quantity.unit}, {short(*directions)}"
+    unit = f"{' / '.join(q.unit for q in quantities)}, {short(*directions)}"
     if contests:
         unit += f"; ratios above 1 are in favour of {SUBJECT}"
     return f"{unit}:\n\n{markdown(head, lines)}"
+
+
+def with_best_peer(records: list[Record], quantity: Quantity) -> list[Record]:
+    """Add the record of the best peer of each case once more, as of a provider of its own."""
+    cases: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        if not record["provider"].startswith(SUBJECT) and value(record, quantity) is not None:
+            case = tuple(record[key] for key in ("workload", "dtype", "direction"))
+            cases.setdefault(case, []).append(record)
+    choose = max if quantity.more_is_better else min
+    best = [choose(found, key=lambda r: r[quantity.key]) for found in cases.values()]
+    return [*records, *({**record, "provider": BEST_PEER} for record in best)]
 
 
 def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
@@ -112,7 +128,7 @@ def number(amount: float) -> str:
 
 def labels_of(records: list[Record]) -> list[str]:
     """Choose the columns that tell the rows apart, and always the length."""
-    names = [n for n in ("dtype", "head_dim", "mask", "heads per key head")
+    names = [n for n in ("dtype", "head_dim", "mask", "inputs", "heads per key head")
              if len({LABELS[n](r) for r in records}) > 1]
     options = ["options"] if any(LABELS["options"](r) != NOTHING for r in records) else []
     square = all(r["q_len"] == r["kv_len"] for r in records)

@@ -35,8 +35,11 @@ from suites import MEMORY, MILLISECONDS, SPEED, SUITES
 from torch_providers import flex_mask
 from workloads import (
     BLOCK_LISTS,
+    COMPILE,
     DENSITY,
     FLOAT32,
+    HOPPER_ERRORS,
+    HOPPER_FLOAT16,
     LONG_STEP,
     OPTIONS,
     PAPERS,
@@ -242,8 +245,8 @@ def test_a_workload_survives_json() -> None:
 def test_records_from_before_the_options_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a-gpu-float32.json"
     old = _record("cuflash", 2.0)
-    for key in ("dropout", "bias", "window", "mask", "tile", "kept_bytes", "moved_bytes",
-                "read_bytes", "written_bytes"):  # fmt: skip
+    for key in ("dropout", "bias", "window", "mask", "outliers", "tile", "rms_error",
+                "kept_bytes", "moved_bytes", "read_bytes", "written_bytes", "regime"):
         del old[key]
     path.write_text(json.dumps([old]))
     assert record.load(path) == [_record("cuflash", 2.0)]
@@ -279,6 +282,33 @@ def test_means_tell_the_worst_cell() -> None:
                for name, ms in (("cuflash", 1.0), ("fa2", 2.0 * factor))]
     line = summaries.means(records, SPEED).splitlines()[-1]
     assert line == f"| cuflash : fa2 | fwd | 2.83 | 2 | {PAPERS[0].name} | 2 |"
+
+
+def test_the_best_peer_is_another_one_on_each_line() -> None:
+    records = [_record(name, ms, workload=workload)
+               for workload, times in zip(PAPERS[:2], ((1.0, 2.0, 3.0), (1.0, 5.0, 4.0)))
+               for name, ms in zip(("cuflash", "cudnn", "fa3"), times)]
+    text = summaries.means(tables.with_best_peer(records, SPEED), SPEED)
+    assert text.splitlines()[-1].startswith("| cuflash : best peer | fwd | 2.83 | 2 |")
+
+
+def test_dtypes_tell_both_ends() -> None:
+    records = [_record("cuflash", ms, workload=workload)
+               for workload, ms in zip(HOPPER_FLOAT16[:4], (1.0, 2.0, 1.0, 0.5))]
+    first, second = PAPERS[0].name, PAPERS[1].name
+    line = summaries.dtypes(records, SPEED).splitlines()[-1]
+    assert line == f"| cuflash | fwd | 1 | 0.5 | {second} | 2 | {first} |"
+    assert summaries.dtypes(records[1:2], SPEED) == ""
+
+
+def test_one_table_holds_both_errors() -> None:
+    records = [_record(name, None, workload=workload, rms_error=error)
+               for workload in HOPPER_ERRORS[:2]
+               for name, error in (("cuflash", 2e-7), ("fa3", 5e-7))]
+    lines = page.suite_text(records, SUITES["hopper_errors"]).splitlines()
+    assert "| normal | 2k | 0.2 / 1 | 0.5 / 1 | 2.5 / 1 |" in lines
+    assert "| normal, 0.1% outliers | 2k | 0.2 / 1 | 0.5 / 1 | 2.5 / 1 |" in lines
+    assert "sampled" not in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -338,6 +368,16 @@ def test_building_counts_shared_words_once() -> None:
     assert words == mask.kept_bytes - 16 * 8 * 8
 
 
+def test_building_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "architecture", lambda: 90)
+    chosen = run.Run(SUITES["compile"], "cpu", (), (providers.ALL["cuflash"],))
+    ((*_, found),) = run.measure_workload(chosen, COMPILE[0])
+    if found.note:
+        pytest.skip(found.note)
+    assert found.device_ms and found.device_ms > 10
+    assert found.kernel and found.kernel.startswith("attention_forward")
+
+
 def test_memory_per_token() -> None:
     records = [_record("cuflash", None, workload=w, peak_bytes=100 * w.q_len + extra)
                for w, extra in zip(SUITES["memory"].workloads[:2], (0, 2048))]
@@ -351,7 +391,7 @@ def test_every_suite_has_text_and_plots(suite: str, tmp_path: Path) -> None:
     shown = SUITES[suite]
     records = [
         _record(name, 1.0, direction, workload, peak_bytes=2**20, kept_bytes=2**20,
-                moved_bytes=2**20)
+                moved_bytes=2**20, rms_error=1e-7)
         for workload in shown.workloads
         for name in shown.providers
         for direction in shown.directions

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,6 +17,22 @@ Call = Callable[[], Any]
 
 BUDGET_MS = 150.0
 MOST_REPEATS = 100
+WAIT_FACTOR = 1.25  # of the host's time of before, which varies
+LONGEST_WAIT_MS = 10.0
+WAIT = r"""
+__device__ unsigned long long now()
+{
+    unsigned long long nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+}
+
+extern "C" __global__ void wait(long long nanoseconds)
+{
+    const unsigned long long start = now();
+    while (now() - start < nanoseconds) {}
+}
+"""
 
 
 def repeats(estimate_ms: float, at_least: int) -> int:
@@ -37,13 +54,58 @@ def device_time(call: Call, at_least: int = 5) -> float:
 
 
 def _event_times(cuda: Any, call: Call, count: int) -> list[float]:
+    return _elapsed(cuda, _enqueue(cuda, call, count))
+
+
+def _enqueue(cuda: Any, call: Call, count: int) -> list[tuple[Any, Any]]:
     marks = [(cuda.Event(), cuda.Event()) for _ in range(count)]
     for before, after in marks:
         before.record()
         call()
         after.record()
+    return marks
+
+
+def _elapsed(cuda: Any, marks: list[tuple[Any, Any]]) -> list[float]:
     marks[-1][1].synchronize()
     return [cuda.get_elapsed_time(before, after) for before, after in marks]
+
+
+def queued_times(call: Call, count: int, host_ms: float) -> tuple[list[float], float]:
+    """Time calls on the GPU by events, after one that is not timed.
+
+    The GPU waits for as long as the host should need to enqueue them all: it would wait within the
+    times else, wherever the host spends more on a call than the GPU does.
+
+    Parameters
+    ----------
+    call : callable
+    count : int
+    host_ms : float
+        What the host needed for as many calls, by an earlier measurement; 0 before the first one.
+
+    Returns
+    -------
+    times : list of float
+    host_ms : float
+        What the host needed now.
+    """
+    import cupy
+
+    wait_ms = min(WAIT_FACTOR * host_ms, LONGEST_WAIT_MS)
+    _wait_kernel()((1,), (1,), (int(wait_ms * 1e6),))
+    start = perf_counter()
+    call()
+    marks = _enqueue(cupy.cuda, call, count)
+    host_ms = (perf_counter() - start) * 1e3
+    return _elapsed(cupy.cuda, marks), host_ms
+
+
+@cache
+def _wait_kernel() -> Any:
+    import cupy
+
+    return cupy.RawKernel(WAIT, "wait")
 
 
 def clock_time(call: Call, at_least: int = 3, patience_ms: float = 10_000.0) -> float:
@@ -55,6 +117,11 @@ def clock_time(call: Call, at_least: int = 3, patience_ms: float = 10_000.0) -> 
     if estimate > patience_ms:
         return estimate
     return median(_clock(call) for _ in range(repeats(estimate, at_least)))
+
+
+def clock_times(call: Call, count: int) -> list[float]:
+    """Time calls that return when their work is done, by the host's clock."""
+    return [_clock(call) for _ in range(count)]
 
 
 def _clock(call: Call) -> float:

@@ -21,9 +21,16 @@ MATRICES = 5  # of the size of the scores, that plain autograd holds at once
 
 
 class TorchProvider(Provider):
-    """A function of PyTorch's tensors q, k and v, and its gradients by autograd."""
+    """A function of PyTorch's tensors q, k and v, and its gradients by autograd.
+
+    Attributes
+    ----------
+    heads_first : bool
+        As in `provider.Case`.
+    """
 
     torch_memory = True
+    heads_first = True
 
     @abstractmethod
     def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
@@ -43,7 +50,10 @@ class TorchProvider(Provider):
 
     def load(self, inputs: Inputs) -> Any:
         arrays = (inputs.q, inputs.k, inputs.v, inputs.dout)
-        return tuple(to_torch(x, inputs).transpose(1, 2).contiguous() for x in arrays)
+        tensors = tuple(to_torch(x, inputs) for x in arrays)
+        if not self.heads_first:
+            return tensors
+        return tuple(x.transpose(1, 2).contiguous() for x in tensors)
 
     def prepare(self, inputs: Inputs, loaded: Any, direction: str) -> Case:
         import torch
@@ -52,14 +62,14 @@ class TorchProvider(Provider):
         attend, kernel = self.function(inputs), self.kernel()
         q, k, v, dout = loaded
         if direction in ("call", "forward"):
-            return Case(lambda: attend(q, k, v), lambda out: out, True, kernel)
+            return Case(lambda: attend(q, k, v), lambda out: out, self.heads_first, kernel)
         leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
         if direction == "both":
             return Case(lambda: torch.autograd.grad(attend(*leaves), leaves, dout),
-                        lambda grads: grads[0], True, kernel)
+                        lambda grads: grads[0], self.heads_first, kernel)
         out = attend(*leaves)
         return Case(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-                    lambda grads: grads[0], True, kernel)
+                    lambda grads: grads[0], self.heads_first, kernel)
 
 
 class TorchSdpa(TorchProvider):
@@ -83,6 +93,15 @@ class TorchSdpa(TorchProvider):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def version(self, device: str) -> str:
+        import torch
+
+        number = torch.backends.cudnn.version() if self.backend == "CUDNN_ATTENTION" else None
+        if number is None:
+            return super().version(device)
+        major, minor, patch = number // 10000, number // 100 % 100, number % 100
+        return f"cuDNN {major}.{minor}.{patch} in {super().version(device)}"
 
     def kernel(self) -> str:
         return self.backend or "PyTorch's choice"

@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from inputs import make_inputs, numpy_dtype
+from inputs import explained, make_inputs
 from measure import PROCESS_LIMIT_S, Measurement
 from workloads import Workload, from_fields
 
@@ -101,14 +100,9 @@ def count(workload: Workload, arch: int) -> dict[str, Measurement]:
         values read once for each tile of queries; and plain attention, which writes and reads the
         scores and their softmax.
     """
-    import cuflash
-
-    w = workload
-    q = np.zeros((w.batch, w.q_len, w.q_heads, w.head_dim), numpy_dtype(w.dtype))
-    k = np.zeros((w.batch, w.kv_len, w.kv_heads, w.head_dim), numpy_dtype(w.dtype))
-    explained = cuflash.explain(q, k, k, causal=w.causal, arch=arch)
-    counts = {"least": w.bytes_moved("forward"), "model": explained.forward_bytes,
-              "plain": explained.plain_bytes}
+    found = explained(workload, arch)
+    counts = {"least": workload.bytes_moved("forward"), "model": found.forward_bytes,
+              "plain": found.plain_bytes}
     return {name: Measurement(moved_bytes=moved) for name, moved in counts.items()}
 
 

@@ -41,6 +41,8 @@ class Workload:
         So many keys to the left and to the right of its own are visible to a query.
     mask : Pattern or None
         A block mask, of equal lengths, and without causal and window.
+    outliers : float
+        Share of the inputs' elements that have variance 101, in place of 1.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Workload:
     bias: bool = False
     window: tuple[int, int] | None = None
     mask: Pattern | None = None
+    outliers: float = 0.0
 
     @property
     def q_size(self) -> int:
@@ -157,6 +160,11 @@ def mask_label(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
+def inputs_label(w: Workload) -> str:
+    """Name the distribution of the inputs."""
+    return f"normal, {w.outliers:.1%} outliers" if w.outliers else "normal"
+
+
 def options_label(w: Workload) -> str:
     """Name the options; empty if there are none."""
     names = [f"dropout {w.dropout:g}"] if w.dropout else []
@@ -213,18 +221,14 @@ def optional(workload: Workload, **options: Any) -> Workload:
 def options() -> list[Workload]:
     """Make causal workloads with and without options, each beside the same without.
 
-    Then grouped heads and a long sequence, as they are common today.
+    Then grouped heads and a long sequence, as they are common today, and a window in the latter.
     """
     made = []
     for base in papers("bfloat16", (2048, 8192), (64, 128), (True,), prefix="options"):
         made += [base, optional(base, dropout=0.1), optional(base, bias=True)]
     for base in papers("bfloat16", (16384,), (64, 128), (True,), prefix="options"):
         made += [base, optional(base, window=(256, 0))]
-    return [
-        *made,
-        Workload("options-grouped", 2, 8192, 8192, 32, 8, 128, "bfloat16", True),
-        square("options-long", 1, 65536, 16, 128, "bfloat16", True),
-    ]
+    return [*made, GROUPED, LONG, optional(LONG, window=(4096, 0))]
 
 
 def densities() -> list[Workload]:
@@ -263,6 +267,15 @@ def masked(workload: Workload, mask: Pattern) -> Workload:
     return replace(workload, name=f"{workload.name}-{mask.name}", mask=mask)
 
 
+def errors() -> list[Workload]:
+    """Make few heads with normal inputs, and with outliers as Shah et al. (2024) draw them."""
+    bases = [
+        square(f"errors-d{head_dim}-{mask_label(causal)}", 1, 2048, 8, head_dim, "bfloat16", causal)
+        for head_dim in PAPER_HEAD_DIMS for causal in (False, True)
+    ]
+    return [each for base in bases for each in (base, optional(base, outliers=0.001))]
+
+
 FLOAT32 = papers("float32", lengths=(2048, 8192))
 FLOAT64 = papers("float64", lengths=(2048,), head_dims=(64, 128))
 CPU = one_sequence("cpu", (1024, 4096, 16384), 8, (False, True))
@@ -274,7 +287,14 @@ MEMORY = [
 ]
 PAPERS = papers("bfloat16")
 AGAINST_PLAIN = papers("bfloat16", (128, 256, *PAPER_LENGTHS), (64, 128), prefix="plain")
+GROUPED = Workload("options-grouped", 2, 8192, 8192, 32, 8, 128, "bfloat16", True)
+LONG = square("options-long", 1, 65536, 16, 128, "bfloat16", True)
 OPTIONS = options()
+HOPPER = [*PAPERS, GROUPED, LONG]
+# Neighbours in time, since a GPU's clock drifts.
+HOPPER_FLOAT16 = [replace(w, dtype=dtype) for w in PAPERS for dtype in ("float16", "bfloat16")]
+HOPPER_ERRORS = errors()
+COMPILE = papers("bfloat16", (2048,), prefix="compile")
 GPT2 = [
     optional(square("gpt2", 8, 1024, 12, 64, dtype, True), dropout=0.1)
     for dtype in ("float16", "bfloat16")

@@ -83,8 +83,10 @@ def _target(arch: int) -> str:
     return f"compute_{max(a for a in known if a <= arch)}"
 
 
-def _options(arch: int) -> tuple[str, ...]:
-    return (f"-arch={_target(arch)}", "--std=c++17", "-ftz=false", "-fmad=true")
+def _options(plan: Plan, arch: int) -> tuple[str, ...]:
+    # wgmma and setmaxnreg exist in the architecture-specific instruction set alone.
+    target = "sm_90a" if plan.kernel.endswith("_sm90") else _target(arch)
+    return (f"-arch={target}", "--std=c++17", "-ftz=false", "-fmad=true")
 
 
 def build(plan: Plan, arch: int) -> Build:
@@ -96,7 +98,7 @@ def build(plan: Plan, arch: int) -> Build:
         With the compiler's message, if it refuses the source.
     """
     compiler = nvrtc()
-    options = (*_options(arch), "--ptxas-options=-v")
+    options = (*_options(plan, arch), "--ptxas-options=-v")
     text = source(plan.kernel, plan.constants)
     program = compiler.createProgram(text, f"{plan.kernel}.cu", (), ())
     try:
@@ -129,7 +131,7 @@ def cache_folder() -> Path:
 
 def _cache_file(plan: Plan, arch: int) -> Path:
     text = source(plan.kernel, plan.constants)
-    key = hashlib.sha256(repr((text, _options(arch), nvrtc().getVersion())).encode())
+    key = hashlib.sha256(repr((text, _options(plan, arch), nvrtc().getVersion())).encode())
     ending = "ptx" if _target(arch).startswith("compute") else "cubin"
     return cache_folder() / f"cuflash-{key.hexdigest()[:40]}.{ending}"
 

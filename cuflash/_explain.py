@@ -122,7 +122,7 @@ def _details(plan: _plan.Plan, build: _compile.Build | None) -> list[str]:
     if build is not None and build.registers:  # PTX has none yet
         spills = f"{build.spill_bytes} bytes spilled" if build.spill_bytes else "no spills"
         launch += f", {build.registers} registers, {spills}"
-    if "MIN_BLOCKS" not in names:  # no tiles
+    if not names.keys() & {"MIN_BLOCKS", "STAGES"}:  # no tiles
         return [launch]
     tile = f"  tile {names['BLOCK_M']} queries x {names['BLOCK_N']} keys"
     if "VECTOR" in names:

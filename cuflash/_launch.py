@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cuflash import _compile, _plan
+from cuflash._counters import counter
 from cuflash._device import device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._interop import aligned, cupy_module, device_index
@@ -13,6 +14,7 @@ from cuflash._params import Arrays, pack
 from cuflash._plan import Plan
 from cuflash._problem import Extras, Problem
 from cuflash._sparse import with_lists
+from cuflash._tensor_maps import with_maps
 
 _HERE = nullcontext()
 
@@ -70,11 +72,12 @@ def attention(
                     lse[...] = extra["sinks"][:, None]
             return out, lse
         arrays = Arrays(q, k, v, out, lse=lse, **extra)
-        parameters, vector = pack(problem, arrays, extras.seed)
-        if vector == 0:
+        packed = pack(problem, arrays, extras.seed)
+        if packed.vector == 0:
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
-            parameters, vector = pack(problem, arrays, extras.seed)
-        _run(_plan.forward(problem, device(index), vector), problem, arrays, extras, parameters)
+            packed = pack(problem, arrays, extras.seed)
+        plan = _plan.forward(problem, device(index), packed.vector, packed.mapped)
+        _run(plan, problem, arrays, extras, packed.parameters)
     return out, lse
 
 
@@ -83,9 +86,12 @@ def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameter
     plans: tuple[Plan, ...] = (plan,)
     if extras.blocks is not None and plan.has_blocks:
         plans, arrays, counts = with_lists(problem, arrays, plan, extras.blocks)
-        parameters, _ = pack(problem, arrays, extras.seed, counts)
+        parameters = pack(problem, arrays, extras.seed, counts).parameters
     for each in plans:
-        _launch(each, parameters, device_index(arrays.q))
+        argument = parameters
+        if each.kernel.endswith("_sm90"):
+            argument = with_maps(each, arrays, counter(), parameters)
+        _launch(each, argument, device_index(arrays.q))
 
 
 def attention_backward(
@@ -144,7 +150,7 @@ def _sums_size(problem: Problem) -> int:
 
 def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     index = device_index(arrays.q)
-    parameters, vector = pack(problem, arrays, extras.seed)
+    parameters, vector, _ = pack(problem, arrays, extras.seed)
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
     for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
@@ -155,6 +161,6 @@ def dropout_mask(problem: Problem, seed: int, index: int) -> Any:
     """The keep mask of a problem, a boolean array on a device."""
     with on_device(index):
         mask = cupy_module().empty(problem.score_shape, bool)
-        parameters, _ = pack(problem, Arrays(kept=mask), seed)
+        parameters = pack(problem, Arrays(kept=mask), seed).parameters
         _launch(_plan.dropout_mask(problem), parameters, index)
     return mask

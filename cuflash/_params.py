@@ -77,22 +77,43 @@ class Layout:
         rows, in bytes; and those within rows, if they do not lie side by side.
     dense : bool
         The elements of all rows lie side by side.
+    mapped : bool
+        And along no axis longer than 1 is the stride less than a row, or negative: the copy engine
+        takes them.
     """
 
     data: bytes
     alignment: int
     dense: bool
+    mapped: bool
+
+
+class Packed(NamedTuple):
+    """The parameters of a launch, and what the arrays allow.
+
+    Attributes
+    ----------
+    parameters : array of one element
+        Passed by value.
+    vector : int
+        Elements that one memory access may take; 0 where not even one may be accessed, since it
+        lies across its natural boundary.
+    mapped : bool
+        Whether the copy engine takes the arrays' strides.
+    """
+
+    parameters: np.ndarray
+    vector: int
+    mapped: bool
 
 
 def pack(
     problem: Problem, arrays: Arrays, seed: int = 0, shared_out: tuple[int, int, int] = (0, 0, 0)
-) -> tuple[np.ndarray, int]:
-    """The parameters by value, and how many elements one memory access may take.
+) -> Packed:
+    """The parameters by value, as CuPy passes structs.
 
-    The parameters are an array of one element, as CuPy passes structs; `seed` is the dropout's;
-    `shared_out` are the works, cuts and splits of a head under a block mask.
-    Where not even one element may be accessed, since it lies across its natural boundary, the
-    number is 0.
+    `seed` is the dropout's; `shared_out` are the works, cuts and splits of a head under a block
+    mask.
     """
     pointers = [0 if array is None else array.data.ptr for array in arrays]
     described: list[Described] = [
@@ -108,7 +129,7 @@ def pack(
         vector = min(vector, 1)
     keys = chain(*round_keys(seed_key(seed))) if problem.dropout else _NO_KEYS
     data = _HEAD.pack(*pointers, *keys, *shared_out) + layout.data
-    return np.frombuffer(data, f"V{len(data)}"), vector
+    return Packed(np.frombuffer(data, f"V{len(data)}"), vector, layout.mapped)
 
 
 @lru_cache(maxsize=4096)
@@ -159,11 +180,13 @@ def row_bits(problem: Problem) -> int:
     return _WIDEST | problem.head_dim * size | problem.value_dim * size
 
 
-def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool]:
-    bits, dense = row_bits(problem), True
+def _alignment(problem: Problem, tensors: tuple[Described, ...]) -> tuple[int, bool, bool]:
+    bits, dense, mapped = row_bits(problem), True, True
     for shape, strides, element in filter(None, tensors):
         if shape[-1] > 1 and strides[-1] != element:
             bits, dense = bits | strides[-1], False
         for length, stride in zip(shape[:-1], strides[:-1]):
-            bits |= stride if length > 1 else 0
-    return bits & -bits, dense
+            if length > 1:
+                bits |= stride
+                mapped &= stride >= shape[-1] * element
+    return bits & -bits, dense, dense and mapped

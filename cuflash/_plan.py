@@ -16,25 +16,31 @@ from cuflash._problem import Problem
 from cuflash._tiles import (
     BACKWARD,
     FORWARD,
+    HOPPER_FORWARD,
     TENSOR_BACKWARD,
     TENSOR_FORWARD,
     TENSOR_QUERY,
     AnyTile,
     BackwardTile,
     ForwardTile,
+    HopperTile,
+    Sized,
     Table,
     Tile,
 )
 from cuflash._values import HashedOnce
 
 _COMBINES = {
-    "attention_forward": "combine_outputs", "attention_backward": "combine_gradients",
+    "attention_forward": "combine_outputs", "attention_forward_sm90": "combine_outputs",
+    "attention_backward": "combine_gradients",
     "attention_backward_query": "combine_gradients",
 }  # fmt: skip
 Constant = tuple[str, int | bool | str]
 Constants = tuple[Constant, ...]
 
 MAX_GRID = 2**31 - 1
+_PRODUCT_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # kernels/wgmma.cuh
+_MOST = MAX_GRID - 1024  # rows, or tiles: the Hopper kernel counts in 32 bits, and a tile beyond
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class Plan(HashedOnce):
         Blocks, and threads of each. No blocks: there is nothing to launch.
     shared_bytes : int
         Dynamic shared memory of each block.
+    most_blocks : int
+        No grid of the kernel has more: what CUDA takes or, where blocks stay until all is done, as
+        many as the GPU holds.
     """
 
     kernel: str
@@ -58,12 +67,17 @@ class Plan(HashedOnce):
     grid: int
     threads: int
     shared_bytes: int = 0
+    most_blocks: int = MAX_GRID
 
     __hash__ = HashedOnce.__hash__
 
     def constant(self, name: str) -> int | bool | str:
         """The value of one constant."""
         return dict(self.constants)[name]
+
+    def over(self, blocks: int) -> Plan:
+        """The same for so many blocks, or as many as there may be: kernels loop over the rest."""
+        return replace(self, grid=min(blocks, self.most_blocks))
 
     @property
     def has_blocks(self) -> bool:
@@ -154,10 +168,15 @@ def _choices(table: Table[AnyTile], problem: Problem, width: int) -> tuple[AnyTi
         return ()
     tiles = entry.rich if rich else entry.plain
     if problem.blocks is None:
-        return tiles
-    rows, columns = (max(side, 64) for side in problem.blocks[2:])
-    tiles = (*tiles[:rich], *entry.sparse, *tiles[rich:])
-    return tuple(sorted(tiles, key=lambda tile: tile.block_m > rows or tile.block_n > columns))
+        is_long = problem.kv_len > entry.many[problem.band != (None, None)]
+        return (*entry.long, *tiles) if is_long and not rich else tiles
+    blocks, tiles = problem.blocks, (*tiles[:rich], *entry.sparse, *tiles[rich:])
+    return tuple(sorted(tiles, key=lambda tile: not _within(tile, blocks)))
+
+
+def _within(tile: Sized, blocks: tuple[int, int, int, int]) -> bool:
+    """Whether a tile is no larger than the blocks of a mask; those below 64 count as 64."""
+    return tile.block_m <= max(blocks[2], 64) and tile.block_n <= max(blocks[3], 64)
 
 
 def _tiles(table: dict[str, Table[Tile]], problem: Problem, width: int) -> Iterator[Tile]:
@@ -197,7 +216,7 @@ def _tiled(
 
 
 @lru_cache(maxsize=4096)
-def forward(problem: Problem, device: Device, vector: int) -> Plan:
+def forward(problem: Problem, device: Device, vector: int, mapped: bool = True) -> Plan:
     """The forward pass.
 
     Parameters
@@ -206,7 +225,13 @@ def forward(problem: Problem, device: Device, vector: int) -> Plan:
     device : Device
     vector : int
         Elements that one memory access may take, as far as the arrays' alignment goes.
+    mapped : bool
+        Whether the copy engine takes the arrays' strides; see :class:`cuflash._params.Packed`.
     """
+    if mapped:
+        hopper = _hopper(problem, device, vector)
+        if hopper is not None:
+            return hopper
     tensor = _tensor(TENSOR_FORWARD, problem, device, vector, _forward_tensor)
     if tensor is not None:
         return tensor
@@ -307,7 +332,8 @@ def combine(plan: Plan, rows: int) -> Plan | None:
     by_keys = plan.kernel == "attention_backward"
     warps = rows * int(plan.constant("BLOCK_N" if by_keys else "BLOCK_M"))
     constants = (*plan.constants, ("OF_KEYS", by_keys))
-    return Plan(kernel, constants, grid(-(-warps * 32 // plan.threads)), plan.threads)
+    threads = 32 * int(plan.constant("WARPS"))
+    return Plan(kernel, constants, grid(-(-warps * 32 // threads)), threads)
 
 
 def partial_sizes(plan: Plan) -> tuple[int, int]:
@@ -315,7 +341,7 @@ def partial_sizes(plan: Plan) -> tuple[int, int]:
     block_m, block_n, head_dim, value_dim = (
         int(plan.constant(name)) for name in ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "VALUE_DIM")
     )
-    if plan.kernel == "attention_forward":
+    if plan.kernel.startswith("attention_forward"):
         return block_m * value_dim, block_m
     if plan.kernel == "attention_backward":
         return block_n * (head_dim + value_dim), 0
@@ -404,8 +430,8 @@ def _score_bytes(problem: Problem, tile: ForwardTile | BackwardTile) -> tuple[in
 
 
 def _tensor_plan(
-    kernel: str, problem: Problem, tile: ForwardTile | BackwardTile, blocks: int, shared: int,
-    *constants: Constant,
+    kernel: str, problem: Problem, tile: ForwardTile | BackwardTile | HopperTile, blocks: int,
+    warps: int, shared: int, *constants: Constant,
 ) -> Plan:  # fmt: skip
     return Plan(
         kernel,
@@ -418,13 +444,47 @@ def _tensor_plan(
             ("POSITIVE_SCALE", problem.scale > 1e-30),
             *constants, ("SHARED_BYTES", shared),
         ),
-        grid(blocks), tile.warps * 32, shared,
+        grid(blocks), warps * 32, shared,
     )  # fmt: skip
 
 
 def _forward_tensor(problem: Problem, tile: ForwardTile) -> Plan:
     rows = (problem.head_dim,)
     return _tensor_rows("attention_forward", problem, tile, rows, ("HAS_SINKS", problem.sinks))
+
+
+def _hopper(problem: Problem, device: Device, vector: int) -> Plan | None:
+    """The plan of the Hopper kernel, where it takes the problem."""
+    element = ELEMENT_TYPES[problem.dtype]
+    whole = problem.head_dim % 8 == 0 and problem.value_dim % 8 == 0
+    if device.arch != 90 or element.size != 2 or not whole or vector < 8:
+        return None
+    if problem.mask or problem.bias:
+        return None
+    tiles = _choices(HOPPER_FORWARD, problem, max(problem.head_dim, problem.value_dim))
+    if not tiles or (problem.blocks and not _within(tiles[0], problem.blocks)):
+        return None
+    return _forward_hopper(problem, tiles[0], device)
+
+
+def _forward_hopper(problem: Problem, tile: HopperTile, device: Device) -> Plan | None:
+    warps = tile.block_m // 16
+    width = next(n for n in _PRODUCT_WIDTHS if n >= problem.value_dim)
+    stage = _panels(tile.block_n, problem.head_dim, 2) + _panels(tile.block_n, width, 2)
+    queries = _panels(tile.block_m, problem.head_dim, 2)
+    if tile.query_buffers > 1:  # outputs leave where queries came in
+        queries = max(queries, _panels(tile.block_m, width, 2))
+    barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
+    shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 24 + 1024
+    blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
+    if max(blocks, problem.q_len, problem.kv_len) > _MOST:
+        return None
+    plan = _tensor_plan(
+        "attention_forward_sm90", problem, tile, blocks, warps + 4, shared,
+        ("WARPS", warps), ("WARPS_M", warps), ("PRODUCT_WIDTH", width),
+        ("HAS_SINKS", problem.sinks),
+    )  # fmt: skip
+    return replace(plan, most_blocks=device.multiprocessors).over(blocks)
 
 
 def _query_tensor(problem: Problem, tile: ForwardTile) -> Plan:
@@ -444,7 +504,7 @@ def _tensor_rows(
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
     shared = kept + tile.stages * stage + mask
     return _tensor_plan(
-        kernel, problem, tile, blocks, shared, ("WARPS_M", tile.warps), *constants
+        kernel, problem, tile, blocks, tile.warps, shared, ("WARPS_M", tile.warps), *constants
     )
 
 
@@ -459,6 +519,6 @@ def _backward_tensor(add_dq: bool, problem: Problem, tile: BackwardTile) -> Plan
     stage = both(tile.block_m) + scores + bias
     blocks = problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_n)
     return _tensor_plan(
-        "attention_backward", problem, tile, blocks,
+        "attention_backward", problem, tile, blocks, tile.warps,
         both(tile.block_n) + scores + tile.stages * stage + mask, ("ADD_DQ", add_dq),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cuflash import _plan
@@ -44,6 +43,6 @@ def with_lists(problem: Problem, arrays: Arrays, plan: _plan.Plan, mask: Any) ->
         values, lse = _plan.partial_sizes(plan)
         found |= {"partials": empty(splits * values, "float32")}
         found |= {"partial_lse": empty(splits * lse, "float32")} if lse else {}
-        plans = (replace(plan, grid=_plan.grid(heads * counts[0])), combine)
+        plans = (plan.over(heads * counts[0]), combine)
     arrays = arrays._replace(**found, block_words=rows.words, work=own.work, cuts=own.cuts)
     return Launches(plans, arrays, counts)

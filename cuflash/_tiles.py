@@ -53,13 +53,16 @@ class Entry(Generic[AnyTile]):
 
     `plain` serves scores that are only scaled and banded (causal, window); `rich` serves those with
     a mask, bias, ALiBi, softcap or dropout, whose code needs registers. Of block masks, `sparse` is
-    preferred to `plain`, and tiles that are no larger than a block to others.
+    preferred to `plain`, and tiles that are no larger than a block to others. Where there are more
+    keys than `many`, without and with a band (causal, window), `long` is preferred to `plain`.
     """
 
     width: int
     plain: tuple[AnyTile, ...]
     rich: tuple[AnyTile, ...]
     sparse: tuple[AnyTile, ...] = ()
+    many: tuple[int, int] = (0, 0)
+    long: tuple[AnyTile, ...] = ()
 
 
 Table = tuple[Entry[AnyTile], ...]
@@ -117,9 +120,10 @@ def spill_allowance(kernel: str) -> int:
 
     What the generic kernels keep there are addresses, written once per tile outside of the
     products. The tensor-core kernels' sums take nearly all registers; with bias, dropout and more
-    at once they spill, and yet were faster than with smaller tiles that spill nothing.
+    at once they spill, and yet were faster than with smaller tiles that spill nothing. Hopper's
+    spills nothing but with such options or a block mask.
     """
-    return 96 if kernel.endswith("generic") else 512
+    return 96 if kernel.endswith("generic") else 160 if kernel.endswith("sm90") else 512
 
 
 @dataclass(frozen=True)
@@ -218,3 +222,38 @@ TENSOR_QUERY: dict[str, Table[ForwardTile]] = {
         Entry(256, (_F(64, 32, 4, 1, 1), _F(64, 16, 4, 1, 1)), (_F(64, 16, 4, 1, 1),)),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Sizes of the Hopper forward kernel's tile; names as the kernel's constants.
+
+    A warp group has 64 of the `block_m` queries.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    query_buffers: int
+    ping_pong: bool
+    producer_registers: int
+    consumer_registers: int
+
+
+# By the larger of head_dim and value_dim; those that won on an H200 (benchmarks/NOTES.md). A tile
+# of 256 or 192 queries reads each key less often; smaller ones waste less at diagonals and ends.
+# The warp groups of a block share the registers that it starts with: 504 for 128 threads with two
+# consumers and the producer, 512 with three, 480 with four.
+_H = HopperTile
+HOPPER_FORWARD: Table[HopperTile] = (
+    Entry(64, (_H(256, 64, 4, 2, True, 32, 112),), (_H(128, 128, 2, 2, True, 40, 232),),
+          (_H(128, 128, 2, 2, True, 40, 232),), (1024, 2048), (_H(192, 128, 2, 2, True, 32, 160),)),
+    Entry(96, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),), (),
+          (1024, 1024), (_H(192, 112, 2, 2, True, 32, 160),)),
+    Entry(128, (_H(128, 128, 2, 2, True, 40, 232),), (_H(128, 128, 2, 2, True, 40, 232),), (),
+          (4096, 4096), (_H(192, 80, 2, 2, True, 56, 152),)),
+    Entry(192, (_H(128, 80, 2, 2, True, 40, 232),), (_H(128, 64, 2, 2, True, 40, 232),),
+          (_H(128, 64, 2, 2, True, 40, 232),), (2048, 2**62), (_H(128, 112, 2, 1, True, 40, 232),)),
+    Entry(256, (_H(128, 64, 2, 1, True, 40, 232),), (_H(128, 64, 2, 1, True, 40, 232),), (),
+          (1024, 4096), (_H(128, 80, 2, 1, True, 40, 232),)),
+)  # fmt: skip

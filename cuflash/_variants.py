@@ -50,10 +50,29 @@ def _problem(
     return describe(rows, rows, rows, **options)
 
 
+def _hopper_problems(width: int) -> Iterator[Problem]:
+    """Problems for all tiles of the Hopper kernel of this width."""
+    half = ELEMENT_TYPES["float16"].numpy
+    for length in (1000, 10_000):
+        rows = ((2, length, 2, width), half)
+        for causal in (False, True):
+            yield describe(rows, rows, rows, causal=causal)
+    rows = ((2, 300, 2, width), half)
+    heads: Any = ((2,), half)
+    features: dict[str, Any] = {
+        "window": (100, None), "alibi_slopes": heads, "softcap": 30.0, "sinks": heads,
+        "dropout": 0.1,
+    }  # fmt: skip
+    blocks: Any = ((1, 1, 300, 300), (128, 128))
+    yield describe(rows, rows, rows, causal=True, **features)
+    yield describe(rows, rows, rows, blocks=blocks)
+    yield describe(rows, rows, rows, causal=True, blocks=blocks, **features)
+
+
 def _plans(problem: Problem, device: Device, vector: int) -> Iterator[_plan.Plan]:
     bias_shape = (2, 2, 300, 300) if problem.bias else None
     plans = [
-        _plan.forward(problem, device, vector),
+        *(_plan.forward(problem, device, vector, mapped) for mapped in (False, True)),
         *_plan.backward(problem, device, vector, False, bias_shape),
         *_plan.backward(problem, device, vector, True, None),
     ]
@@ -86,6 +105,11 @@ def variants(arch: int) -> list[_plan.Plan]:
                 cases.append((plain(block=128, precision="tf32"), vector))
             for problem, access in cases:
                 for plan in _plans(problem, device, access):
+                    found.setdefault((plan.kernel, plan.constants), plan)
+        if dtype == "float16" and arch == 90:
+            for width in (64, 96, 128, 192, 256):
+                for problem in _hopper_problems(width):
+                    plan = _plan.forward(problem, device, 8)
                     found.setdefault((plan.kernel, plan.constants), plan)
         mask = _plan.dropout_mask(_problem(dtype, 1, causal=False, rich=False))
         found.setdefault((mask.kernel, mask.constants), mask)

@@ -123,7 +123,7 @@ attention_backward(const __grid_constant__ Params p) {
     const int64 heads = p.batch * p.kv_heads, group = p.q_heads / p.kv_heads;
     const int64 works = HAS_BLOCKS ? p.works : key_tiles;   // of a head
     for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
-        const Turn turn(tile, works, heads, max64(1, p.section_heads / group));
+        const Turn<> turn(tile, works, heads, max64(1, p.section_heads / group));
         const int64 b = turn.head / p.kv_heads, kv_head = turn.head % p.kv_heads;
         const Work work = work_at(p, b, kv_head * group, turn.tile);
         if (HAS_BLOCKS && work.tile < 0) continue;

@@ -40,7 +40,7 @@ attention_backward_query(const __grid_constant__ Params p) {
     const int64 row_tiles = (p.q_len + BLOCK_M - 1) / BLOCK_M, heads = p.batch * p.q_heads;
     const int64 works = HAS_BLOCKS ? p.works : row_tiles;   // of a head
     for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
-        const Turn turn(tile, works, heads, p.section_heads);
+        const Turn<> turn(tile, works, heads, p.section_heads);
         const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
         const int64 place = HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile;
         const Work work = work_at(p, b, h, place);

@@ -12,8 +12,7 @@
 //
 // Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, MIN_BLOCKS, STAGES,
 // HAS_SINKS.
-#include "mma_scores.cuh"
-#include "pairs.cuh"
+#include "mma_outputs.cuh"
 
 constexpr int HEAD_WIDTH = (HEAD_DIM + 15) / 16 * 16, VALUE_WIDTH = (VALUE_DIM + 15) / 16 * 16;
 using Queries = Panels<BLOCK_M, HEAD_WIDTH>;
@@ -88,83 +87,30 @@ __device__ __forceinline__ void take_in(const Params& p, const ScoreTile& t, Sco
     }
 }
 
-// The weights of 16 rows and DEPTH keys as a left factor, 0 where dropout drops.
-__device__ __forceinline__ void weights_as_left(uint32 (&to)[4], const Params& p, const ScoreTile& t,
-                                                const ScoreSums& weights, int tile, int step) {
-    sums_as_left(to, weights, tile, step);
-    if constexpr (HAS_DROPOUT && !IS_TF32) {
-        const Words words = score_words(p, t, tile * 2, step * 4);
-        const uint32 kept_below = p.drops_above ? ~0u : 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)   // to: rows r, r + 8, then 8 columns on; words: the other way
-            to[i] &= mask_below(words.at[i % 2 * 2 + i / 2], p.drop_limits) ^ ~kept_below;
-    }
-}
-
-// Writes the rows of the warp, or a partial result of them; `shared` is where its queries have been.
+// Writes the warp's rows: by way of where its queries were, from `base` and `memory` on, if they fit.
 __device__ __forceinline__ void write_rows(const Params& p, const ScoreTile& t, State& state,
-                                           unsigned char* shared, int split) {
-    Element* out = p.out + t.b * p.out_strides.batch + t.m * p.out_strides.row +
-                   t.h * p.out_strides.head;
-    const bool is_split = HAS_BLOCKS && split >= 0;
-    float* lse = is_split ? partial(p, p.partial_lse, t.b * p.q_heads + t.h, split, BLOCK_M)
-                          : p.lse + (t.b * p.q_heads + t.h) * p.q_len + t.m;
-    float row_lse[ROWS], factors[ROWS];
-    bool special[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int row = score_row(r);
-        float sum = over_row(state.sum[r], [](float x, float y) { return x + y; });
-        float top = state.reference[r], factor = 1;
-        if (HAS_SINKS && !is_split) {
-            const float sink = p.sinks[t.h] * LOG2_E;
-            top = fmaxf(top, sink);
-            const float safe = top == -infinity<float>() ? 0 : top;
-            factor = exp2_approximate(state.reference[r] - safe);
-            sum = sum * factor + exp2_approximate(sink - safe);
-        }
-        factors[r] = sum == 0 ? 0 : factor / sum;
-        if constexpr (HAS_DROPOUT) factors[r] *= p.keep_scale;
-        row_lse[r] = sum == 0 ? -infinity<float>() : top / LOG2_E + log_of(sum);
-        special[r] = row < t.rows && row_is_special(state.out, r);
-        if ((is_split || p.lse != nullptr) && row < t.rows && lane_index() % 4 == 0)
-            lse[row] = row_lse[r];
-    }
-    if (is_split) {
-        constexpr int SIZE = BLOCK_M * VALUE_DIM;
-        store_floats<VALUE_DIM>(partial(p, p.partials, t.b * p.q_heads + t.h, split, SIZE), warp_row(),
-                                0, state.out, [&](int r) { return factors[r]; });
-        return;
-    }
+                                           const Ends& ends, uint32 base, const unsigned char* memory) {
+    Element* out = output_at(p, t);
     if constexpr (Outs::BYTES <= Queries::BYTES) {
-        const Outs outs{shared_address(shared)};   // the warp's rows are where its queries were
+        const Outs outs{base};
         __syncwarp();
-        store_sums(outs, warp_row(), 0, state.out, [&](int r) { return factors[r]; });
+        store_sums(outs, warp_row(), 0, state.out, [&](int r) { return ends.factors[r]; });
         __syncwarp();
-        copy_rows<VALUE_DIM>(outs, shared, out, p.out_strides.row, warp_row(),
+        copy_rows<VALUE_DIM>(outs, memory, out, p.out_strides.row, warp_row(),
                              min(warp_row() + 16 * M_TILES, t.rows), lane_index(), 32);
-        __syncwarp();
     } else {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-            for (int c = 0; c < VALUE_WIDTH / 8; ++c) {
+            for (int c = 0; c < VALUE_DIM / 8; ++c) {
                 const int row = score_row(r), column = c * 8 + lane_index() % 4 * 2;
                 Element* to = out + row * p.out_strides.row + column;
-                if (row < t.rows && column < VALUE_DIM)
-                    store_pair(to, at(state.out, r, c * 2) * factors[r],
-                               at(state.out, r, c * 2 + 1) * factors[r]);
+                if (row < t.rows)
+                    store_pair(to, at(state.out, r, c * 2) * ends.factors[r],
+                               at(state.out, r, c * 2 + 1) * ends.factors[r]);
             }
-        __syncwarp();
     }
-    if constexpr (CAN_HIDE)
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            for (uint32 rows = rows_that(special[r]); rows != 0; rows &= rows - 1) {
-                const int lane = __ffs(rows) - 1;
-                make_output(p, t.b, t.h, t.m + __shfl_sync(~0u, score_row(r), lane),
-                            __shfl_sync(~0u, row_lse[r], lane));
-            }
+    __syncwarp();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -188,7 +134,7 @@ attention_forward(const __grid_constant__ Params p) {
     const int64 section = HAS_RIGHT && !HAS_BLOCKS && row_tiles > 8 ? heads : p.section_heads;
     const int64 works = HAS_BLOCKS ? p.works : row_tiles;   // of a head
     for (int64 tile = blockIdx.x; tile < works * heads; tile += gridDim.x) {
-        const Turn turn(tile, works, heads, section);
+        const Turn<> turn(tile, works, heads, section);
         const int64 b = turn.head / p.q_heads, h = turn.head % p.q_heads;
         const int64 place = HAS_RIGHT && !HAS_BLOCKS ? works - 1 - turn.tile : turn.tile;
         const Work work = work_at(p, b, h, place);
@@ -273,10 +219,20 @@ attention_forward(const __grid_constant__ Params p) {
             }
             multiply_columns<BLOCK_N>(
                 state.out, [&](uint32 (&to)[4], int tile, int step) {
-                    weights_as_left(to, p, t, s, tile, step);
+                    sums_as_left(to, s, tile, step);
+                    drop_weights(to, p, t, tile, step);
                 }, values(stage), 0);
         }
         wait_copies<0>();
-        write_rows(p, ScoreTile(p, b, h, m, 0), state, shared, work.split);
+        const ScoreTile t(p, b, h, m, 0);
+        const bool is_split = HAS_BLOCKS && work.split >= 0;
+        const Ends ends(p, t, state, is_split, work.split);
+        if (is_split) {
+            write_partial(p, t, state, ends, work.split);
+            continue;
+        }
+        write_rows(p, t, state, ends, queries.base, shared);
+        if constexpr (CAN_HIDE)
+            ends.for_special(t, [&](int64 row, float lse) { make_output(p, b, h, row, lse); });
     }
 }

@@ -14,9 +14,10 @@ __device__ __forceinline__ int64 max64(int64 a, int64 b) { return a > b ? a : b;
 
 struct Range { int64 begin, end; };
 
-// Keys that any of the queries [m, m + BLOCK_M) sees by its band; begin is a multiple of BLOCK_N.
+// Keys that any of the queries [m, m + HEIGHT) sees by its band; begin is a multiple of BLOCK_N.
+template <int HEIGHT = BLOCK_M>
 __device__ __forceinline__ Range visible_keys(const Params& p, int64 m) {
-    int64 last = min64(m + BLOCK_M, p.q_len) - 1;
+    int64 last = min64(m + HEIGHT, p.q_len) - 1;
     int64 begin = HAS_LEFT ? max64(0, m + p.offset - p.left) : 0;
     int64 end = HAS_RIGHT ? min64(p.kv_len, last + p.offset + p.right + 1) : p.kv_len;
     return {begin / BLOCK_N * BLOCK_N, end};
@@ -39,12 +40,13 @@ __device__ __forceinline__ int64 first_list(const Params& p, int64 b, int64 h, i
 // The order of blocks over tiles: sections of heads whose keys and values, or queries, fit in the L2
 // cache together; in a section tile after tile, each of all heads. Without causal or block masks all
 // tiles of a head follow each other, in sections of one head.
+template <typename Integer = int64>
 struct Turn {
-    int64 head, tile;
+    Integer head, tile;
 
-    __device__ __forceinline__ Turn(int64 index, int64 tiles, int64 heads, int64 section) {
-        const int64 first = index / (tiles * section) * section;
-        const int64 together = min64(section, heads - first), rest = index - first * tiles;
+    __device__ __forceinline__ Turn(Integer index, Integer tiles, Integer heads, Integer section) {
+        const Integer first = index / (tiles * section) * section, left = heads - first;
+        const Integer together = section < left ? section : left, rest = index - first * tiles;
         head = first + rest % together;
         tile = rest / together;
     }
@@ -133,6 +135,11 @@ struct Walk {
             read(p);
         }
     }
+    // From one place to another, as a walk before has found them.
+    __device__ __forceinline__ Walk(const Params& p, int64 b, int head, int64 own, int place, int end)
+        : b(b), own(own), h(head), place(place), end(end), now{0, -1} {
+        if constexpr (HAS_BLOCKS) read(p);
+    }
     static __device__ __forceinline__ Work list_of(const Params& p, int64 b, int64 h, int64 own) {
         if constexpr (!HAS_BLOCKS) return {};
         const int64 length = BY_KEYS ? p.kv_len : p.q_len;
@@ -155,6 +162,7 @@ struct Walk {
         return low;
     }
     __device__ __forceinline__ bool more() const { return place < end; }
+    __device__ __forceinline__ bool is_last() const { return place + 1 == end; }
     __device__ __forceinline__ void next(const Params& p) {
         ++place;
         if constexpr (HAS_BLOCKS) read(p);

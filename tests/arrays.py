@@ -46,6 +46,14 @@ def bytes_under(array):
     return np.frombuffer(ctypes.string_at(start, stop - start), np.uint8), place - start
 
 
+def inside(array, *more, junk=np.nan):
+    """Return the same array as a view into a larger one, so much longer at the ends of its axes."""
+    larger = np.full(np.add(array.shape, more), junk).astype(array.dtype)
+    view = larger[tuple(map(slice, array.shape))]
+    view[...] = array
+    return view
+
+
 def normal(shape, dtype=np.float32, seed=0):
     """Return standard normal numbers, rounded to dtype."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

@@ -1,12 +1,14 @@
 """Where the tests run: NumPy always, CuPy when there is a CUDA device that works."""
 
 import functools
+import os
 from types import SimpleNamespace
 
 import emulated
 import numpy
 import pytest
 from arrays import bytes_under
+from forwards import portable
 
 from cuflash import _launch
 
@@ -61,8 +63,11 @@ def cupy():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Where the emulator keeps its kernels."""
-    return tmp_path_factory.mktemp("emulated")
+    """Where the emulator keeps its kernels: the same for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture
@@ -78,21 +83,32 @@ def launched(monkeypatch):
     return names
 
 
+@pytest.fixture
+def portable_forward():
+    """Outputs are not made by Hopper's kernel."""
+    with portable():
+        yield
+
+
 @pytest.fixture(params=["emulated", pytest.param("cupy", marks=gpu)])
-def machine(request, monkeypatch):
+def machine(request, launched, monkeypatch):
     """A GPU or its emulator: `put` takes NumPy arrays there as they lie; other values stay."""
     if request.param == "emulated":
         if emulated.COMPILER is None:
             pytest.skip("needs g++")
         emulated.install(monkeypatch, request.getfixturevalue("folder"))
-        place, lengths = emulated.put_as_it_lies, (37, 144)
+        place, lengths, arch = emulated.put_as_it_lies, (37, 144), 90
     else:
-        place, lengths = functools.partial(on_gpu, pytest.importorskip("cupy")), (330, 464)
+        cupy = pytest.importorskip("cupy")
+        place, lengths = functools.partial(on_gpu, cupy), (330, 464)
+        arch = int(cupy.cuda.Device().compute_capability)
 
     def put(value):
         return place(value) if isinstance(value, numpy.ndarray) else value
 
-    return SimpleNamespace(put=put, emulated=request.param == "emulated", lengths=lengths)
+    return SimpleNamespace(
+        put=put, emulated=request.param == "emulated", arch=arch, lengths=lengths, launched=launched
+    )
 
 
 def on_gpu(cupy, array):

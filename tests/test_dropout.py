@@ -4,6 +4,7 @@ import numpy as np
 import philox
 import pytest
 from arrays import get, normal, put, same_bits, wide
+from forwards import FORWARDS, PORTABLE, forward_by
 
 import cuflash
 
@@ -203,6 +204,7 @@ def test_numpy_and_gpu_drop_the_same(cupy):
 
 # Of each kind among the 16 x 16 that share their calls (i & 8, j & 8, j & 1), and some others.
 ELEMENTS = [(0, 0), (3, 1), (9, 6), (13, 7), (2, 8), (5, 15), (8, 12), (15, 9), (16, 33), (38, 46)]
+WITH_DROPOUT = (*FORWARDS, "attention_backward")
 
 
 def around(element):
@@ -233,8 +235,8 @@ def test_every_bit_decides(xp, element):
     check_around(element, mask)
 
 
-def by_tensor_cores(machine, batch, heads, q_len, kv_len, backward, **options):
-    """Return the mask as the forward or the backward kernel applies it.
+def by_tensor_cores(machine, batch, heads, q_len, kv_len, kernel, **options):
+    """Return the mask as a forward kernel or the backward one applies it.
 
     Probabilities are uniform, and values, or rows of dout, are unit vectors.
     """
@@ -243,34 +245,38 @@ def by_tensor_cores(machine, batch, heads, q_len, kv_len, backward, **options):
         "k": np.zeros((batch, kv_len, heads, 8), "float16"),
     }
     q, k = (machine.put(array) for array in zeros.values())
-    unit = np.eye(q_len if backward else kv_len, dtype="float16")[:, None]
+    forward = kernel in FORWARDS
+    unit = np.eye(kv_len if forward else q_len, dtype="float16")[:, None]
     units = machine.put(np.tile(unit, (batch, 1, heads, 1)))
-    if not backward:
-        return get(cuflash.attention(q, k, units, **options)).transpose(0, 2, 1, 3) != 0
+    if forward:
+        with forward_by(kernel):
+            out = cuflash.attention(q, k, units, **options)
+        assert machine.launched[-1] == (kernel if machine.arch == 90 else PORTABLE)
+        return get(out).transpose(0, 2, 1, 3) != 0
     lse = machine.put(np.full((batch, heads, q_len), np.log(kv_len), "float32"))
     v = machine.put(np.zeros((batch, kv_len, heads, q_len), "float16"))
     got = cuflash.attention_backward(units, q, k, v, units, lse, **options)
+    assert kernel in machine.launched
     return get(got.dv).transpose(0, 2, 3, 1) != 0
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("backward", [False, True])
-def test_tensor_cores_bit_for_bit(backward, dropout, width, machine, launched):
+@pytest.mark.parametrize("kernel", WITH_DROPOUT)
+def test_tensor_cores_bit_for_bit(kernel, dropout, width, machine):
     batch, heads, length = (1, 2, 80) if machine.emulated else (4, 1024 // width, 4096)
-    lengths = (width, length) if backward else (length, width)
+    lengths = (length, width) if kernel in FORWARDS else (width, length)
     options = {"dropout": dropout, "seed": 2**63 + 7}
-    got = by_tensor_cores(machine, batch, heads, *lengths, backward, **options)
+    got = by_tensor_cores(machine, batch, heads, *lengths, kernel, **options)
     like = machine.put(np.zeros(1))
     right = cuflash.dropout_mask(batch, heads, *lengths, **options, like=like)
     assert np.array_equal(got, get(right))
-    assert ("attention_backward" if backward else "attention_forward") in launched
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("backward", [False, True])
-def test_every_bit_decides_on_tensor_cores(backward, element, machine):
+@pytest.mark.parametrize("kernel", WITH_DROPOUT)
+def test_every_bit_decides_on_tensor_cores(kernel, element, machine):
     def mask(**options):
-        return by_tensor_cores(machine, 1, 1, 48, 48, backward, **options)[0, 0]
+        return by_tensor_cores(machine, 1, 1, 48, 48, kernel, **options)[0, 0]
 
     check_around(element, mask)

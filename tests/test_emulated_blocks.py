@@ -1,6 +1,7 @@
 """Block masks in the CUDA kernels without a GPU: their source run on the CPU.
 
-Lists lie between inaccessible pages, as all arrays do.
+Lists lie between inaccessible pages, as all arrays do. Hopper's forward kernel has
+test_emulated_hopper.py.
 """
 
 import budget
@@ -13,7 +14,10 @@ from blocks import some
 import cuflash
 from cuflash import _lists
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++"),
+    pytest.mark.usefixtures("portable_forward"),
+]
 B, H = 2, 2
 KINDS = [
     ("float16", 90), ("tf32", 80), ("bfloat16", 86), ("float32", 90),

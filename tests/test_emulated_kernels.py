@@ -1,4 +1,7 @@
-"""The CUDA kernels without a GPU: their source run on the CPU, between inaccessible pages."""
+"""The CUDA kernels without a GPU: their source run on the CPU, between inaccessible pages.
+
+Hopper's forward kernel has test_emulated_hopper.py.
+"""
 
 import budget
 import emulated
@@ -10,7 +13,10 @@ from problems import PROBLEMS, make
 
 import cuflash
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++"),
+    pytest.mark.usefixtures("portable_forward"),
+]
 DTYPES = ("float32", "float16", "float64", "bfloat16")
 
 

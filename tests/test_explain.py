@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from arrays import normal
+from forwards import HOPPER, PORTABLE
 
 import cuflash
 
@@ -26,6 +27,16 @@ def test_a_gpu_that_is_not_here(arch):
         assert plan.grid >= 1 and 32 <= plan.threads <= 1024
         assert plan.shared_bytes <= told.device.shared_bytes
         assert plan.kernel in str(told)
+    tile = [told.plans[0].constant(name) for name in ("BLOCK_M", "BLOCK_N")]
+    assert "tile {} queries x {} keys".format(*tile) in str(told)
+
+
+@pytest.mark.parametrize(("arch", "options", "kernel"), [
+    (90, {}, HOPPER), (90, {"bias": normal((300, 1))}, PORTABLE), (80, {}, PORTABLE),
+    (100, {}, PORTABLE), (75, {}, "attention_forward_generic"),
+], ids=lambda value: str(value)[:9])  # fmt: skip
+def test_the_kernel_of_an_architecture(arch, options, kernel):
+    assert cuflash.explain(Q, KV, KV, **options, arch=arch).kernel == kernel
 
 
 @pytest.mark.parametrize("arch", [50, 130, 0])

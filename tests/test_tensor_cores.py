@@ -8,16 +8,11 @@ import budget
 import numpy as np
 import pytest
 import textbook
-from arrays import DTYPES, get, normal, same_bits, wide
+from arrays import DTYPES, get, inside, normal, same_bits, wide
+from forwards import FORWARDS, PORTABLE, forward_by
 
 import cuflash
 from cuflash import _params
-
-
-@pytest.fixture(autouse=True)
-def on_tensor_cores(launched):
-    yield
-    assert {"attention_forward", "attention_backward"} <= set(launched)
 
 
 def draw(q_len, kv_len, head_dim=16, value_dim=16, batch=1, dtype="float16"):
@@ -29,15 +24,26 @@ def draw(q_len, kv_len, head_dim=16, value_dim=16, batch=1, dtype="float16"):
     return {name: normal(shape, DTYPES[dtype], n) for n, (name, shape) in enumerate(shapes.items())}
 
 
+def forward(machine, kernel, q, k, v, **options):
+    """Return the output and lse as a kernel makes them, if it takes such a problem."""
+    takes = q.dtype != np.float32 and not options.keys() & {"mask", "bias"} and machine.arch == 90
+    with forward_by(kernel):
+        results = cuflash.attention(q, k, v, **options, return_lse=True)
+    assert machine.launched[-1] == (kernel if takes else PORTABLE)
+    return results
+
+
 def results(machine, inputs, options):
-    """Yield all results by name: with the one, then with the other kernel that makes dq."""
+    """Yield all results by name: with each kernel that makes the output, and that makes dq."""
     q, k, v, dout = (machine.put(array) for array in inputs.values())
     options = {name: machine.put(value) for name, value in options.items()}
-    out, lse = cuflash.attention(q, k, v, **options, return_lse=True)
-    for deterministic in (False, True):
+    for kernel, deterministic in zip(FORWARDS, (False, True)):
+        out, lse = forward(machine, kernel, q, k, v, **options)
+        machine.launched.clear()
         got = cuflash.attention_backward(
             dout, q, k, v, out, lse, **options, deterministic=deterministic
         )
+        assert "attention_backward" in machine.launched
         yield {"out": out, "lse": lse, "dq": got.dq, "dk": got.dk, "dv": got.dv}
 
 
@@ -58,14 +64,6 @@ def test_head_sizes_in_tf32(sizes, machine):
     wider = {name: array.astype("float32") for name, array in inputs.items()}
     for got in results(machine, wider, {"precision": "tf32"}):
         budget.check_all(got, inputs, {})
-
-
-def inside(array, *more, junk=np.nan):
-    """Return the same array as a view into a larger one, so much longer at the ends of its axes."""
-    larger = np.full(np.add(array.shape, more), junk).astype(array.dtype)
-    view = larger[tuple(map(slice, array.shape))]
-    view[...] = array
-    return view
 
 
 def shifted(array):
@@ -170,14 +168,15 @@ def test_what_lies_beside_the_arrays(options, machine):
     check_call(machine, views, given)
 
 
+@pytest.mark.parametrize("kernel", FORWARDS)
 @pytest.mark.parametrize("value_dim", [16, 24])  # at most as wide as head_dim, and wider
-def test_out_leaves_its_surroundings_alone(value_dim, machine):
+def test_out_leaves_its_surroundings_alone(value_dim, kernel, machine):
     inputs = draw(*machine.lengths, value_dim=value_dim)
-    right = next(results(machine, inputs, {}))["out"]
     q, k, v, _ = (machine.put(array) for array in inputs.values())
+    right, _ = forward(machine, kernel, q, k, v)
     larger = machine.put(np.full(np.add(right.shape, (1, 9, 2, 16)), 7, "float16"))
     place = (slice(1), slice(5, -4), slice(1, -1), slice(8, -8))
-    cuflash.attention(q, k, v, out=larger[place])
+    forward(machine, kernel, q, k, v, out=larger[place])
     assert same_bits(larger[place], right)
     larger = get(larger).copy()
     larger[place] = 7

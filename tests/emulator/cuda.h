@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <setjmp.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -29,16 +30,21 @@ static unsigned char* emulated_shared;
 namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
-struct Fiber { ucontext_t start; jmp_buf place; std::vector<char> stack; bool begun, done; };
+struct Fiber { ucontext_t start; jmp_buf place; bool begun, done; };
 
 constexpr size_t STACK = 256 << 10;
+static char* stacks;                   // of the fibers, one behind the other
 static jmp_buf scheduler;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
 static Barrier block, named[16];
+static unsigned progress;              // ends of phases of barriers in shared memory
 static unsigned polls;                 // calls of __syncthreads_or so far
 static int any[2];                     // their results, by the parity of the call
 static uint64_t slots[1024];           // shuffles
+// Copies are made when they are started, and products of warp groups when somebody waits for them; or
+// the other way round. Where the difference shows in a result, somebody does not wait.
+static bool copies_first;
 static void (*entry)();
 
 // Contexts only start fibers: jumps between them ask nothing of the operating system.
@@ -54,12 +60,17 @@ __attribute__((noinline)) static void pause() {
     if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1);
 }
 
-static void wait(Barrier& barrier, unsigned count) {
-    unsigned round = barrier.round;
+// Arrives without waiting.
+static void arrive(Barrier& barrier, unsigned count) {
     if (++barrier.arrived == count) {
         barrier.arrived = 0;
         ++barrier.round;
     }
+}
+
+static void wait(Barrier& barrier, unsigned count) {
+    unsigned round = barrier.round;
+    arrive(barrier, count);
     while (barrier.round == round) pause();
 }
 
@@ -74,6 +85,12 @@ static void body() {
     _longjmp(scheduler, 1);
 }
 
+// Memory that nobody has written to costs nothing.
+static void make_stacks(unsigned threads) {
+    stacks = static_cast<char*>(mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE,
+                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+}
+
 // Runs the threads of one block, in ascending or descending order between barriers; false if they
 // wait for each other in vain.
 static bool run_block(unsigned threads, bool descending) {
@@ -84,15 +101,14 @@ static bool run_block(unsigned threads, bool descending) {
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
         fiber.begun = fiber.done = false;
-        fiber.stack.resize(STACK);
         getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.data();
+        fiber.start.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * STACK;
         fiber.start.uc_stack.ss_size = STACK;
         makecontext(&fiber.start, body, 0);
     }
     for (unsigned idle = 0; idle < 3;) {
         bool running = false;
-        unsigned before = block.round, progress = 0;
+        unsigned before = block.round + progress, after = 0;
         for (const Barrier& warp : warps) before += warp.round;
         for (const Barrier& barrier : named) before += barrier.round;
         for (unsigned turn = 0; turn < threads; ++turn) {
@@ -100,12 +116,12 @@ static bool run_block(unsigned threads, bool descending) {
             if (fibers[t].done) continue;
             running = true;
             resume(t);
-            progress += fibers[t].done;
+            after += fibers[t].done;
         }
         if (!running) return true;
-        for (const Barrier& warp : warps) progress += warp.round;
-        for (const Barrier& barrier : named) progress += barrier.round;
-        idle = progress + block.round == before ? idle + 1 : 0;
+        for (const Barrier& warp : warps) after += warp.round;
+        for (const Barrier& barrier : named) after += barrier.round;
+        idle = after + block.round + progress == before ? idle + 1 : 0;
     }
     return false;
 }
@@ -152,6 +168,11 @@ inline bool __any_sync(unsigned lanes, int predicate) { return __ballot_sync(lan
 inline bool __all_sync(unsigned lanes, int predicate) { return !__any_sync(lanes, !predicate); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
+inline unsigned atomicInc(unsigned* to, unsigned limit) {
+    unsigned old = *to;
+    *to = old >= limit ? 0 : old + 1;
+    return old;
+}
 template <typename T>
 T atomicAdd(T* to, T value) { T old = *to; *to += value; return old; }
 

@@ -24,7 +24,7 @@ inline unsigned shared_address(const void* pointer) {
     return static_cast<const unsigned char*>(pointer) - emulated_shared;
 }
 
-// Copies happen as late as they may: when somebody waits for them.
+// Copies are made at once, or as late as they may: when somebody waits for them.
 namespace emulator {
 struct Copy { unsigned to; const void* from; int bytes; };
 static std::vector<std::vector<Copy>> groups[1024];
@@ -34,8 +34,13 @@ struct Operands { unsigned a[4], b[2]; };
 static Operands operands[1024];
 }  // namespace emulator
 
+inline void emulated_copy(const emulator::Copy& copy) {
+    std::memset(emulated_shared + copy.to, 0, 16);
+    std::memcpy(emulated_shared + copy.to, copy.from, copy.bytes);
+}
 inline void copy_async(unsigned to, const void* from, int bytes) {
-    emulator::open[threadIdx.x].push_back({to, from, bytes});
+    if (emulator::copies_first) emulated_copy({to, from, bytes});
+    else emulator::open[threadIdx.x].push_back({to, from, bytes});
 }
 inline void end_copies() {
     emulator::groups[threadIdx.x].push_back(emulator::open[threadIdx.x]);
@@ -45,10 +50,7 @@ template <int PENDING>
 void wait_copies() {
     auto& groups = emulator::groups[threadIdx.x];
     while (groups.size() > PENDING) {
-        for (const auto& copy : groups.front()) {
-            std::memset(emulated_shared + copy.to, 0, 16);
-            std::memcpy(emulated_shared + copy.to, copy.from, copy.bytes);
-        }
+        for (const auto& copy : groups.front()) emulated_copy(copy);
         groups.erase(groups.begin());
     }
 }
