@@ -71,7 +71,6 @@ class Building:
 
     def _compile(self) -> Measurement:
         found = explained(self._workload, machine.architecture())
-
         numbers = itertools.count()
 
         def builds() -> Any:

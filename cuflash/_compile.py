@@ -85,7 +85,7 @@ def _target(arch: int) -> str:
 
 def _options(plan: Plan, arch: int) -> tuple[str, ...]:
     # wgmma and setmaxnreg exist in the architecture-specific instruction set alone.
-    target = "sm_90a" if plan.kernel.endswith("_sm90") else _target(arch)
+    target = "sm_90a" if plan.for_hopper else _target(arch)
     return (f"-arch={target}", "--std=c++17", "-ftz=false", "-fmad=true")
 
 

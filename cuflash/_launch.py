@@ -89,7 +89,7 @@ def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameter
         parameters = pack(problem, arrays, extras.seed, counts).parameters
     for each in plans:
         argument = parameters
-        if each.kernel.endswith("_sm90"):
+        if each.for_hopper:
             argument = with_maps(each, arrays, counter(), parameters)
         _launch(each, argument, device_index(arrays.q))
 

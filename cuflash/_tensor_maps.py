@@ -17,20 +17,23 @@ _SWIZZLE_128B, _PROMOTE_128B = 3, 2
 _CHANNELS = 64  # of a box: 128 bytes
 
 
-def with_maps(
-    plan: Plan, arrays: Arrays, taken: Any, parameters: np.ndarray
-) -> np.ndarray:
+def with_maps(plan: Plan, arrays: Arrays, taken: Any, parameters: np.ndarray) -> np.ndarray:
     """The parameters of a kernel that copies q, k, v and out by maps (kernels/mma_sm90.cuh).
 
     `taken` is a counter (:mod:`cuflash._counters`).
     """
-    block_n = int(plan.constant("BLOCK_N"))
-    kind = str(plan.constant("Element"))
+    kind, block_n = _boxes(plan)
     boxes = ((arrays.q, 64), (arrays.k, block_n), (arrays.v, block_n), (arrays.out, 16))
     maps = (encoded(x.data.ptr, x.shape, x.strides, kind, rows) for x, rows in boxes)
     data = b"".join(maps) + struct.pack("<Q", taken.data.ptr) + parameters.tobytes()
     data += bytes(-len(data) % 64)
     return np.frombuffer(data, f"V{len(data)}")
+
+
+@lru_cache(maxsize=4096)
+def _boxes(plan: Plan) -> tuple[str, int]:
+    """The type of the elements of boxes, and the rows of those of keys and values."""
+    return str(plan.constant("Element")), int(plan.constant("BLOCK_N"))
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from cuflash import _plan
 from cuflash._device import Device
 from cuflash._dtypes import ELEMENT_TYPES
 from cuflash._problem import Problem, describe
+from cuflash._tiles import HOPPER_FORWARD
 
 # Widths at the upper ends of the tile tables' entries.
 _WIDTHS = {
@@ -50,23 +51,24 @@ def _problem(
     return describe(rows, rows, rows, **options)
 
 
-def _hopper_problems(width: int) -> Iterator[Problem]:
-    """Problems for all tiles of the Hopper kernel of this width."""
+def _hopper_problems() -> Iterator[Problem]:
+    """Problems for all tiles of the Hopper kernel."""
     half = ELEMENT_TYPES["float16"].numpy
-    for length in (1000, 10_000):
-        rows = ((2, length, 2, width), half)
-        for causal in (False, True):
-            yield describe(rows, rows, rows, causal=causal)
-    rows = ((2, 300, 2, width), half)
     heads: Any = ((2,), half)
     features: dict[str, Any] = {
         "window": (100, None), "alibi_slopes": heads, "softcap": 30.0, "sinks": heads,
         "dropout": 0.1,
     }  # fmt: skip
     blocks: Any = ((1, 1, 300, 300), (128, 128))
-    yield describe(rows, rows, rows, causal=True, **features)
-    yield describe(rows, rows, rows, blocks=blocks)
-    yield describe(rows, rows, rows, causal=True, blocks=blocks, **features)
+    for entry in HOPPER_FORWARD:
+        for length in (1000, 10_000):
+            rows = ((2, length, 2, entry.width), half)
+            for causal in (False, True):
+                yield describe(rows, rows, rows, causal=causal)
+        rows = ((2, 300, 2, entry.width), half)
+        yield describe(rows, rows, rows, causal=True, **features)
+        yield describe(rows, rows, rows, blocks=blocks)
+        yield describe(rows, rows, rows, causal=True, blocks=blocks, **features)
 
 
 def _plans(problem: Problem, device: Device, vector: int) -> Iterator[_plan.Plan]:
@@ -106,11 +108,9 @@ def variants(arch: int) -> list[_plan.Plan]:
             for problem, access in cases:
                 for plan in _plans(problem, device, access):
                     found.setdefault((plan.kernel, plan.constants), plan)
-        if dtype == "float16" and arch == 90:
-            for width in (64, 96, 128, 192, 256):
-                for problem in _hopper_problems(width):
-                    plan = _plan.forward(problem, device, 8)
-                    found.setdefault((plan.kernel, plan.constants), plan)
         mask = _plan.dropout_mask(_problem(dtype, 1, causal=False, rich=False))
         found.setdefault((mask.kernel, mask.constants), mask)
+    for problem in _hopper_problems() if arch == 90 else ():
+        plan = _plan.forward(problem, device, 8)
+        found.setdefault((plan.kernel, plan.constants), plan)
     return list(found.values())

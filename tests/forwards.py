@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from cuflash import _plan
+from cuflash import _plan, _plan_tensor
 
 HOPPER, PORTABLE = FORWARDS = ("attention_forward_sm90", "attention_forward")
 
@@ -11,7 +11,7 @@ HOPPER, PORTABLE = FORWARDS = ("attention_forward_sm90", "attention_forward")
 @contextlib.contextmanager
 def portable():
     """Keep the Hopper kernel from being planned."""
-    with mock.patch.object(_plan, "_hopper", lambda *_: None):
+    with mock.patch.object(_plan_tensor, "hopper", lambda *_: None):
         _plan.forward.cache_clear()
         try:
             yield

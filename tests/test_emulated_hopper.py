@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from problems import PROBLEMS, make
 
 import cuflash
-from cuflash import _counters, _lists, _plan
+from cuflash import _counters, _lists, _plan, _plan_tensor
 from cuflash._tiles import HOPPER_FORWARD
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
@@ -92,7 +92,7 @@ KINDS = [
 def no_plain_tiles(monkeypatch):
     """Tiles for many keys are taken for few, too."""
     table = tuple(dataclasses.replace(entry, many=(0, 0)) for entry in HOPPER_FORWARD)
-    monkeypatch.setattr(_plan, "HOPPER_FORWARD", table)
+    monkeypatch.setattr(_plan_tensor, "HOPPER_FORWARD", table)
     _plan.forward.cache_clear()
     yield
     _plan.forward.cache_clear()

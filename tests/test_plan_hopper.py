@@ -8,7 +8,7 @@ import pytest
 from arrays import DTYPES
 from forwards import HOPPER, PORTABLE
 
-from cuflash import _plan, _source
+from cuflash import _plan, _plan_tensor, _source
 from cuflash._device import Device
 from cuflash._problem import describe
 from cuflash._tiles import HOPPER_FORWARD
@@ -106,7 +106,7 @@ def test_products_of_all_widths():
     """Tiles of keys, and all widths of values, are among those of kernels/wgmma.cuh."""
     text = (_source.folder() / "wgmma.cuh").read_text()
     found = set(re.findall(r"^WGMMA\((\w+), \"\w+\", (\d+),", text, re.MULTILINE))
-    widths = set(_plan._PRODUCT_WIDTHS)
+    widths = set(_plan_tensor.PRODUCT_WIDTHS)
     assert found == {(kind, str(n)) for kind in ("float16", "bfloat16") for n in widths}
     assert {tile.block_n for tile in TILES} <= widths and HOPPER_FORWARD[-1].width <= max(widths)
 

@@ -28,6 +28,24 @@ static Index threadIdx, blockIdx, gridDim;
 static unsigned char* emulated_shared;
 
 namespace emulator {
+// What a thread has started, in groups, and nothing has waited for: cp.async, wgmma.
+template <typename Task>
+struct Groups {
+    std::vector<Task> open;
+    std::vector<std::vector<Task>> ended;
+    void end() {
+        ended.push_back(open);
+        open.clear();
+    }
+    template <typename Use>
+    void wait(size_t pending, Use use) {
+        for (; ended.size() > pending; ended.erase(ended.begin()))
+            for (const Task& task : ended.front()) use(task);
+    }
+};
+}  // namespace emulator
+
+namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
 struct Fiber { ucontext_t start; jmp_buf place; bool begun, done; };

@@ -27,8 +27,7 @@ inline unsigned shared_address(const void* pointer) {
 // Copies are made at once, or as late as they may: when somebody waits for them.
 namespace emulator {
 struct Copy { unsigned to; const void* from; int bytes; };
-static std::vector<std::vector<Copy>> groups[1024];
-static std::vector<Copy> open[1024];
+static Groups<Copy> copies[1024];   // of threads
 static unsigned matrix_rows[1024];
 struct Operands { unsigned a[4], b[2]; };
 static Operands operands[1024];
@@ -40,20 +39,11 @@ inline void emulated_copy(const emulator::Copy& copy) {
 }
 inline void copy_async(unsigned to, const void* from, int bytes) {
     if (emulator::copies_first) emulated_copy({to, from, bytes});
-    else emulator::open[threadIdx.x].push_back({to, from, bytes});
+    else emulator::copies[threadIdx.x].open.push_back({to, from, bytes});
 }
-inline void end_copies() {
-    emulator::groups[threadIdx.x].push_back(emulator::open[threadIdx.x]);
-    emulator::open[threadIdx.x].clear();
-}
+inline void end_copies() { emulator::copies[threadIdx.x].end(); }
 template <int PENDING>
-void wait_copies() {
-    auto& groups = emulator::groups[threadIdx.x];
-    while (groups.size() > PENDING) {
-        for (const auto& copy : groups.front()) emulated_copy(copy);
-        groups.erase(groups.begin());
-    }
-}
+void wait_copies() { emulator::copies[threadIdx.x].wait(PENDING, emulated_copy); }
 
 inline void emulated_load(unsigned (&to)[4], unsigned from, bool transposed) {
     unsigned lane = threadIdx.x % 32, first = threadIdx.x - lane;

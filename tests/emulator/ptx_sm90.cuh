@@ -107,25 +107,17 @@ inline void arrive_some(int barrier, int threads) { emulator::arrive(emulator::n
 
 namespace emulator {
 using Product = std::function<void()>;
-static std::vector<std::vector<Product>> product_groups[1024];   // of threads, that are under way
-static std::vector<Product> open_products[1024];
+static Groups<Product> products[1024];   // of threads
 inline void start(const Product& product) {
-    if (copies_first) open_products[threadIdx.x].push_back(product);
+    if (copies_first) products[threadIdx.x].open.push_back(product);
     else product();
 }
 }  // namespace emulator
 
 inline void begin_products() {}
-inline void end_products() {
-    emulator::product_groups[threadIdx.x].push_back(emulator::open_products[threadIdx.x]);
-    emulator::open_products[threadIdx.x].clear();
-}
+inline void end_products() { emulator::products[threadIdx.x].end(); }
 template <int PENDING>
 void wait_products() {
-    auto& groups = emulator::product_groups[threadIdx.x];
-    while (groups.size() > PENDING) {
-        for (const emulator::Product& product : groups.front()) product();
-        groups.erase(groups.begin());
-    }
+    emulator::products[threadIdx.x].wait(PENDING, [](const emulator::Product& product) { product(); });
 }
 inline void pin(float&) {}
