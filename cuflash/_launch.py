@@ -77,8 +77,24 @@ def attention(
             arrays = arrays._replace(q=aligned(q), k=aligned(k), v=aligned(v))
             packed = pack(problem, arrays, extras.seed)
         plan = _plan.forward(problem, device(index), packed.vector, packed.mapped)
-        _run(plan, problem, arrays, extras, packed.parameters)
+        arrays, parameters = _with_words((plan,), problem, arrays, extras, packed.parameters)
+        _run(plan, problem, arrays, extras, parameters)
     return out, lse
+
+
+def _with_words(
+    plans: tuple[Plan, ...], problem: Problem, arrays: Arrays, extras: Extras, parameters: Any
+) -> tuple[Arrays, Any]:
+    """Adds the mask as bits, if a kernel reads it so."""
+    mask = arrays.mask
+    if mask is None or not any(map(_plan.reads_words, plans)):
+        return arrays, parameters
+    axes = [n if stride else 1 for n, stride in zip(mask.shape[:3], mask.strides)]
+    words = cupy_module().empty((*axes, -(-problem.kv_len // 128) * 4), "uint32")
+    arrays = arrays._replace(mask_words=words)
+    parameters = pack(problem, arrays, extras.seed).parameters
+    _launch(_plan.pack_mask(problem, words.size), parameters, device_index(mask))
+    return arrays, parameters
 
 
 def _run(plan: Plan, problem: Problem, arrays: Arrays, extras: Extras, parameters: Any) -> None:
@@ -153,7 +169,9 @@ def _run_backward(problem: Problem, arrays: Arrays, extras: Extras) -> None:
     parameters, vector, _ = pack(problem, arrays, extras.seed)
     deterministic = arrays.sums is None
     shape = None if arrays.dbias is None else arrays.dbias.shape
-    for plan in _plan.backward(problem, device(index), vector, deterministic, shape):
+    plans = _plan.backward(problem, device(index), vector, deterministic, shape)
+    arrays, parameters = _with_words(plans, problem, arrays, extras, parameters)
+    for plan in plans:
         _run(plan, problem, arrays, extras, parameters)
 
 

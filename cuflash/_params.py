@@ -56,6 +56,7 @@ class Arrays(NamedTuple):
     cuts: Any = None
     partials: Any = None
     partial_lse: Any = None
+    mask_words: Any = None
 
 
 _STRIDED = Arrays._fields.index("lse")

@@ -15,7 +15,8 @@ from cuflash._plan_parts import Constants, Plan, features, grid, types
 from cuflash._problem import Problem
 
 __all__ = [
-    "Constants", "Plan", "backward", "combine", "dropout_mask", "forward", "partial_sizes",
+    "Constants", "Plan", "backward", "combine", "dropout_mask", "forward", "pack_mask",
+    "partial_sizes", "reads_words",
 ]  # fmt: skip
 
 _COMBINES = {
@@ -119,6 +120,16 @@ def combine(plan: Plan, rows: int) -> Plan | None:
     constants = (*plan.constants, ("OF_KEYS", by_keys))
     threads = 32 * int(plan.constant("WARPS"))
     return Plan(kernel, constants, grid(-(-warps * 32 // threads)), threads)
+
+
+def pack_mask(problem: Problem, words: int) -> Plan:
+    """The kernel that writes a mask as so many words of bits."""
+    return _flat("pack_mask", problem, words, ())
+
+
+def reads_words(plan: Plan) -> bool:
+    """Whether the kernel reads a boolean mask as bits: those on tensor cores do."""
+    return plan.kernel in _COMBINES and ("HAS_MASK", True) in plan.constants
 
 
 def partial_sizes(plan: Plan) -> tuple[int, int]:

@@ -41,12 +41,11 @@ def hopper(problem: Problem, device: Device, vector: int) -> Plan | None:
     is_half = ELEMENT_TYPES[problem.dtype].size == 2
     if device.arch != 90 or not is_half or not _in_chunks(problem, vector):
         return None
-    if problem.mask or problem.bias:
-        return None
     tiles = choices(HOPPER_FORWARD, problem, max(problem.head_dim, problem.value_dim))
-    if not tiles or (problem.blocks and not within(tiles[0], problem.blocks)):
-        return None
-    return _hopper_plan(problem, tiles[0], device)
+    if problem.blocks:
+        tiles = tuple(tile for tile in tiles if within(tile, problem.blocks))
+    plans = (_hopper_plan(problem, tile, device) for tile in tiles)
+    return next((plan for plan in plans if plan), None)
 
 
 def forward(problem: Problem, device: Device, vector: int) -> Plan | None:
@@ -94,7 +93,9 @@ def _panels(rows: int, width: int, size: int) -> int:
     return round_up(width * size, 128) * rows
 
 
-def _score_bytes(problem: Problem, tile: ForwardTile | BackwardTile) -> tuple[int, int]:
+def _score_bytes(
+    problem: Problem, tile: ForwardTile | BackwardTile | HopperTile
+) -> tuple[int, int]:
     """Bytes of a tile of biases, and of the bits of two masks (kernels/mma_scores.cuh)."""
     size = ELEMENT_TYPES[problem.bias].size if problem.bias else 0
     mask = 2 * tile.block_m * -(-tile.block_n // 32) * 4 if problem.mask else 0
@@ -132,15 +133,21 @@ def _hopper_plan(problem: Problem, tile: HopperTile, device: Device) -> Plan | N
     queries = _panels(tile.block_m, problem.head_dim, 2)
     if tile.query_buffers > 1:  # outputs leave where queries came in
         queries = max(queries, _panels(tile.block_m, width, 2))
+    bias, masks = _score_bytes(problem, tile)
     barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
     shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 24 + 1024
+    sheets, sheet = 0, bias + masks // 2
+    if sheet:
+        sheet += 16 + 2 * 8  # a block, and two barriers
+        sheets = min(4, max(2, (device.shared_bytes - shared) // sheet))
+        shared += sheets * sheet
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
-    if max(blocks, problem.q_len, problem.kv_len) > _MOST:
+    if max(blocks, problem.q_len, problem.kv_len) > _MOST or shared > device.shared_bytes:
         return None
     plan = _plan_of(
         "attention_forward_sm90", problem, tile, blocks, warps + 4, shared,
         ("WARPS", warps), ("WARPS_M", warps), ("PRODUCT_WIDTH", width),
-        ("HAS_SINKS", problem.sinks),
+        ("SHEETS", sheets), ("HAS_SINKS", problem.sinks),
     )  # fmt: skip
     return replace(plan, most_blocks=device.multiprocessors).over(blocks)
 

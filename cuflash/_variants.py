@@ -67,6 +67,12 @@ def _hopper_problems() -> Iterator[Problem]:
                 yield describe(rows, rows, rows, causal=causal)
         rows = ((2, 300, 2, entry.width), half)
         yield describe(rows, rows, rows, causal=True, **features)
+        scores = (2, 2, 300, 300)
+        for bias in ("float16", "float32")[: 1 + (entry.width == 64)]:
+            yield describe(
+                rows, rows, rows, causal=True, mask=(scores, np.dtype(bool)),
+                bias=(scores, np.dtype(bias)), **features,
+            )  # fmt: skip
         yield describe(rows, rows, rows, blocks=blocks)
         yield describe(rows, rows, rows, causal=True, blocks=blocks, **features)
 
@@ -108,8 +114,9 @@ def variants(arch: int) -> list[_plan.Plan]:
             for problem, access in cases:
                 for plan in _plans(problem, device, access):
                     found.setdefault((plan.kernel, plan.constants), plan)
-        mask = _plan.dropout_mask(_problem(dtype, 1, causal=False, rich=False))
-        found.setdefault((mask.kernel, mask.constants), mask)
+        smallest = _problem(dtype, 1, causal=False, rich=False)
+        for plan in (_plan.dropout_mask(smallest), _plan.pack_mask(smallest, 1)):
+            found.setdefault((plan.kernel, plan.constants), plan)
     for problem in _hopper_problems() if arch == 90 else ():
         plan = _plan.forward(problem, device, 8)
         found.setdefault((plan.kernel, plan.constants), plan)

@@ -224,6 +224,7 @@ attention_forward(const __grid_constant__ Params p) {
                 }, values(stage), 0);
         }
         wait_copies<0>();
+        __syncthreads();   // queries have arrived, even if no key was visible: outputs take their place
         const ScoreTile t(p, b, h, m, 0);
         const bool is_split = HAS_BLOCKS && work.split >= 0;
         const Ends ends(p, t, state, is_split, work.split);

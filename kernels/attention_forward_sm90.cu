@@ -3,17 +3,19 @@
 //
 // Threads: the first WARPS / 4 warp groups are consumers with 64 queries each. Of the last group, the
 // producer, one warp finds out what tiles need and copies keys and values, another one copies queries.
+// With a mask or a bias, the other two write a sheet for each tile of keys in which a pair is visible.
 // Consumers' products run behind softmax: while a tile's weights are made, the scores of the next tile
 // and the output of the one before are on their way. With PING_PONG, groups take turns at the tensor
 // cores, so that one's softmax meets another's products.
 //
 // Grid: one-dimensional, no more blocks than the GPU holds; each takes tile blockIdx.x and then, by a
-// counter, one after the other that nobody has taken; the last take sets the counter back to 0. Shared memory, in panels (mma.cuh), from a
-// multiple of 1024 bytes on: QUERY_BUFFERS x (queries, later outputs) [BLOCK_M], STAGES x keys [BLOCK_N],
-// STAGES x values [BLOCK_N], barriers, two jobs.
+// counter, one after the other that nobody has taken; the last take sets the counter back to 0. Shared
+// memory, in panels (mma.cuh), from a multiple of 1024 bytes on: QUERY_BUFFERS x (queries, later outputs)
+// [BLOCK_M], STAGES x keys [BLOCK_N], STAGES x values [BLOCK_N], SHEETS x (biases [BLOCK_M][BLOCK_N],
+// MaskBits, a Block), barriers, two jobs.
 //
 // Constants beside those of mma_scores.cuh: HEAD_DIM, VALUE_DIM, PRODUCT_WIDTH (VALUE_DIM, or the next
-// that wgmma.cuh has), STAGES, QUERY_BUFFERS, PING_PONG, HAS_SINKS, PRODUCER_REGISTERS,
+// that wgmma.cuh has), STAGES, QUERY_BUFFERS, SHEETS, PING_PONG, HAS_SINKS, PRODUCER_REGISTERS,
 // CONSUMER_REGISTERS.
 #include "mma_outputs.cuh"
 #include "mma_sm90.cuh"
@@ -28,14 +30,20 @@ using Outs = Panels<BLOCK_M, VALUE_WIDTH>;
 constexpr bool STORES_BOXES = QUERY_BUFFERS > 1;
 constexpr int QUERY_BYTES =
     STORES_BOXES && Outs::BYTES > Queries::BYTES ? Outs::BYTES : Queries::BYTES;
-constexpr int BARRIERS = 2 * QUERY_BUFFERS * GROUPS + 4 * STAGES + 4;
+// What a tile of scores needs beside products, and its number: who walks over keys follows the sheets.
+constexpr bool HAS_SHEETS = HAS_MASK || HAS_BIAS;
+static_assert(HAS_SHEETS == (SHEETS > 0), "the plan knows what needs sheets");
+constexpr int SHEET_BYTES = HAS_SHEETS ? BiasTile::BYTES + MaskBits::BYTES + 16 : 0;
+constexpr int WRITERS = HAS_SHEETS ? 2 : 0, WRITER_THREADS = 32 * WRITERS;   // warps that write sheets
+constexpr int WRITER_BARRIER = 1 + 2 * GROUPS;   // behind those of turns and of outputs
+constexpr int BARRIERS = 2 * QUERY_BUFFERS * GROUPS + 4 * STAGES + 2 * SHEETS + 4;
 static_assert(BLOCK_M == 64 * GROUPS && WARPS_M == WARPS, "64 rows for each group");
-static_assert(!HAS_MASK && !HAS_BIAS, "these go through the portable kernel");
 static_assert(!PING_PONG || GROUPS > 1, "somebody must take the turn");
 constexpr int STEPS = BLOCK_N / 16;
 using Weights = uint32[STEPS][4];
 // Whether groups may see different tiles of keys.
-constexpr bool IN_BAND = (HAS_LEFT || HAS_RIGHT) && !HAS_BLOCKS && PING_PONG && BLOCK_M > BLOCK_N;
+constexpr bool IN_BAND =
+    (HAS_LEFT || HAS_RIGHT) && !HAS_BLOCKS && !HAS_SHEETS && PING_PONG && BLOCK_M > BLOCK_N;
 
 // Heads of a section (scores.cuh). Fewer would end with long jobs; more of short sequences would have to
 // be read at once.
@@ -88,8 +96,8 @@ struct Job {
         for (int i = 0; i < WORDS; ++i) *words[i] = uniform(load_shared(from + i * 4));
     }
 };
-static_assert(QUERY_BUFFERS * QUERY_BYTES + STAGES * (Keys::BYTES + Values::BYTES) + BARRIERS * 8 +
-                  2 * Job::WORDS * 4 + 1024 == SHARED_BYTES,
+static_assert(QUERY_BUFFERS * QUERY_BYTES + STAGES * (Keys::BYTES + Values::BYTES) +
+                  SHEETS * SHEET_BYTES + BARRIERS * 8 + 2 * Job::WORDS * 4 + 1024 == SHARED_BYTES,
               "the plan counts shared memory as the kernel does");
 
 // Tiles of keys that a group's 64 queries, from m on, see: any of them any pair, and all of them all.
@@ -112,11 +120,12 @@ struct State {
 };
 
 // Products become scores, -inf where hidden. `whole`: nothing is hidden by band and lengths.
-__device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, bool whole, ScoreSums& s) {
-    if constexpr (!FOLDS_SCALE) to_logits(p, walk.tile(p), BiasTile{{0}, nullptr}, s, [](int, int, float) {});
-    if (whole && !(HAS_BLOCKS && walk.now.bits >= 0)) return;
+__device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, bool whole,
+                                          const MaskBits& mask, const BiasTile& biases, ScoreSums& s) {
+    if constexpr (!FOLDS_SCALE) to_logits(p, walk.tile(p), biases, s, [](int, int, float) {});
+    if (whole && !HAS_MASK && !(HAS_BLOCKS && walk.now.bits >= 0)) return;
     keep_branch();
-    const Visible visible(p, walk.tile(p), MaskBits{nullptr});
+    const Visible visible(p, walk.tile(p), mask);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -125,9 +134,10 @@ __device__ __forceinline__ void to_scores(const Params& p, const KeyWalk& walk, 
 }
 
 // Weights are 2^(factor * score - reference). The reference of a row is the largest score that it had
-// when the reference was last set; it stays as long as no thread's weights of a tile sum up to more than
-// this. So most tiles need no maximum.
-constexpr float LIMIT = 4096;
+// when the reference was last set; it stays as long as no thread's BLOCK_N / 4 weights of a tile sum up
+// to more than this, 1.1 for each. So most tiles need no maximum, and where a few keys get most of the
+// weight, theirs is 1 as a rule, which rounding leaves alone.
+constexpr float LIMIT = 1.1f * BLOCK_N / 4;
 
 // References become the largest scores so far, and what has been summed up shrinks. Returns whether all
 // rows of the warp have one.
@@ -236,8 +246,17 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     auto values = [&](int stage) {
         return Values{first + ALL_QUERIES + STAGES * Keys::BYTES + stage * Values::BYTES};
     };
+    const uint32 sheets = first + ALL_QUERIES + STAGES * (Keys::BYTES + Values::BYTES);
+    auto biases = [&](int sheet) {
+        const uint32 base = sheets + sheet * SHEET_BYTES;
+        return BiasTile{{base}, shared + (base - shared_address(shared))};
+    };
+    auto mask = [&](int sheet) {
+        return MaskBits{reinterpret_cast<uint32*>(biases(sheet).memory + BiasTile::BYTES)};
+    };
+    auto block_at = [&](int sheet) { return sheets + (sheet + 1) * SHEET_BYTES - 16; };
     // Barriers in pairs: what they guard is full, or free.
-    const uint32 barriers = first + ALL_QUERIES + STAGES * (Keys::BYTES + Values::BYTES);
+    const uint32 barriers = sheets + SHEETS * SHEET_BYTES;
     auto full = [](uint32 pair) { return pair; };
     auto free = [](uint32 pair) { return pair + 8; };
     auto job_pair = [&](int slot) { return barriers + slot * 16; };
@@ -246,6 +265,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     auto query_pair = [&](int buffer, int group) {
         return barriers + (2 + 2 * STAGES + buffer * GROUPS + group) * 16;
     };
+    auto sheet_pair = [&](int sheet) { return query_pair(QUERY_BUFFERS, sheet); };
     auto job_at = [&](int slot) { return barriers + BARRIERS * 8 + slot * Job::WORDS * 4; };
 
     if (threadIdx.x == 32 * WARPS)
@@ -255,12 +275,16 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             init_barrier(full(pair), 1);
             init_barrier(free(pair), users);
         };
-        for (int slot = 0; slot < 2; ++slot) init(job_pair(slot), WARPS + 1);
+        for (int slot = 0; slot < 2; ++slot) init(job_pair(slot), WARPS + 1 + WRITERS);
         for (int stage = 0; stage < STAGES; ++stage) {
             init(key_pair(stage), WARPS);
             init(value_pair(stage), WARPS);
         }
         for (int i = 0; i < QUERY_BUFFERS * GROUPS; ++i) init(query_pair(0, i), 4);
+        for (int sheet = 0; sheet < SHEETS; ++sheet) {
+            init_barrier(full(sheet_pair(sheet)), WRITERS + WRITER_THREADS);
+            init_barrier(free(sheet_pair(sheet)), WARPS + 1);
+        }
         end_init_barriers();
     }
     __syncthreads();
@@ -276,6 +300,21 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
         if (leads) arrive(free(job_pair(slots.stage)));
         slots.next();
         return job;
+    };
+    Ring<HAS_SHEETS ? SHEETS : 1> sheet_ring{0, 0};
+    // On to the tile of the next sheet; at the end, to none.
+    auto follow = [&](KeyWalk& walk) {
+        wait_phase(full(sheet_pair(sheet_ring.stage)), sheet_ring.phase);
+        const uint32 from = block_at(sheet_ring.stage);
+        const int tile = load_shared(from), bits = load_shared(from + 4);
+        walk.now = {uniform(tile), uniform(bits)};
+        walk.place = walk.now.tile;
+        walk.end = walk.place + (walk.place >= 0);
+    };
+    auto free_sheet = [&]() {
+        __syncwarp();
+        if (leads) arrive(free(sheet_pair(sheet_ring.stage)));
+        sheet_ring.next();
     };
     if (role == GROUPS) {
         shrink_registers<PRODUCER_REGISTERS>();
@@ -311,15 +350,21 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 if (job.tile >= 0) {
                     const int kv_head = job.h / group_size;
                     KeyWalk walk = job.walk(p);
+                    auto find = [&]() {
+                        follow(walk);
+                        free_sheet();
+                    };
                     auto copy_keys = [&](int64 n) {
                         copy(mapped.k, keys(key_ring.stage).base, Keys::BYTES / Keys::PANEL, Keys::PANEL,
                              Keys::PANEL, key_pair(key_ring.stage), key_ring.phase, n, kv_head, job.b);
                         key_ring.next();
                     };
+                    if constexpr (HAS_SHEETS) find();
                     if (walk.more()) copy_keys(walk.at());
                     while (walk.more()) {   // the keys of the next tile ahead of the values of this one
                         const int64 n = walk.at();
-                        walk.next(p);
+                        if constexpr (HAS_SHEETS) find();
+                        else walk.next(p);
                         if (walk.more()) copy_keys(walk.at());
                         copy(mapped.v, values(value_ring.stage).base, Values::BYTES / Values::PANEL,
                              Values::PANEL, Values::PANEL, value_pair(value_ring.stage),
@@ -339,6 +384,37 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                          Queries::BYTES / Queries::PANEL, Queries::PANEL, 64 * 128,
                          query_pair(ring.stage, group), ring.phase, job.first_row() + group * 64, job.h, job.b);
                 ring.next();
+            }
+        } else if constexpr (HAS_SHEETS) {
+            const int thread = threadIdx.x % WRITER_THREADS;
+            sheet_ring.phase = 1;
+            auto take_sheet = [&]() {
+                wait_phase(free(sheet_pair(sheet_ring.stage)), sheet_ring.phase);
+                sync_some(WRITER_BARRIER, WRITER_THREADS);
+            };
+            auto give_sheet = [&](int tile, int bits) {
+                if (thread == 0) {
+                    store_shared(block_at(sheet_ring.stage), tile);
+                    store_shared(block_at(sheet_ring.stage) + 4, bits);
+                }
+                arrive_after_copies(full(sheet_pair(sheet_ring.stage)));
+                __syncwarp();
+                if (leads) arrive(full(sheet_pair(sheet_ring.stage)));
+                sheet_ring.next();
+            };
+            for (Job job = receive(); job.tile >= 0; job = receive()) {
+                for (KeyWalk walk = job.walk(p); walk.more(); walk.next(p)) {
+                    take_sheet();
+                    const ScoreTile t = walk.tile(p);
+                    if constexpr (HAS_MASK) {
+                        const bool any = mask(sheet_ring.stage).fill<WRITER_THREADS>(p, t, thread);
+                        if (!any_of_some(WRITER_BARRIER, WRITER_THREADS, any)) continue;
+                    }
+                    if constexpr (HAS_BIAS) biases(sheet_ring.stage).fetch<WRITER_THREADS>(p, t, thread);
+                    give_sheet(HAS_BLOCKS ? walk.now.tile : walk.place, walk.now.bits);
+                }
+                take_sheet();
+                give_sheet(-1, -1);
             }
         }
         return;
@@ -365,6 +441,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
     };
     for (Job job = receive(); job.tile >= 0; job = receive()) {
         KeyWalk walk = job.walk(p);
+        if constexpr (HAS_SHEETS) follow(walk);
         const Tiles tiles(p, job.first_row() + group * 64);
         // Other groups' tiles pass by: at the end, and at the beginning.
         const int behind = IN_BAND ? max(0, walk.end - max(walk.place, tiles.end)) : 0;
@@ -397,9 +474,15 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             if (leads) arrive(free(value_pair(value_ring.stage)));
             value_ring.next();
         };
-        auto is_whole = [&]() {
+        auto make_scores = [&](ScoreSums& s) {
             const int at = HAS_BLOCKS ? walk.now.tile : walk.place;
-            return (!HAS_LEFT || at >= tiles.whole_begin) && at < tiles.whole_end;
+            const bool whole = (!HAS_LEFT || at >= tiles.whole_begin) && at < tiles.whole_end;
+            to_scores(p, walk, whole, mask(sheet_ring.stage), biases(sheet_ring.stage), s);
+            if constexpr (HAS_SHEETS) free_sheet();
+        };
+        auto find_next = [&]() {
+            if constexpr (HAS_SHEETS) follow(walk);
+            else walk.next(p);
         };
         bool all_have_references = false;
         auto take_in = [&](ScoreSums& s, Weights& weights) {
@@ -451,13 +534,13 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_products<0>();
                 pin(s);
                 free_keys();
-                if (walk.is_last()) free_queries();
-                to_scores(p, walk, is_whole(), s);
+                if (!HAS_SHEETS && walk.is_last()) free_queries();
+                make_scores(s);
                 take_in(s, weights);
             }
-            walk.next(p);
+            find_next();
 #pragma unroll 1
-            for (; walk.more(); walk.next(p)) {
+            for (; walk.more(); find_next()) {
                 ScoreSums s;
                 wait_phase(full(key_pair(key_ring.stage)), key_ring.phase);
                 take_turn();
@@ -468,13 +551,14 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
                 wait_products<1>();
                 pin(s);
                 free_keys();
-                if (walk.is_last()) free_queries();
-                to_scores(p, walk, is_whole(), s);
+                if (!HAS_SHEETS && walk.is_last()) free_queries();
+                make_scores(s);
                 wait_products<0>();
                 pin(state.out);
                 free_values();
                 take_in(s, weights);
             }
+            if (HAS_SHEETS) free_queries();
             wait_phase(full(value_pair(value_ring.stage)), value_ring.phase);
             start_outputs(weights);
             wait_products<0>();
@@ -484,6 +568,7 @@ attention_forward_sm90(const __grid_constant__ MappedParams mapped) {
             let_leave();
             free_queries();
         }
+        if constexpr (HAS_SHEETS) free_sheet();   // which said that there are no more
         pass(behind);
 
         leaving = own_pair;

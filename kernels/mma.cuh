@@ -117,13 +117,14 @@ struct Panels {
         return (first ^ step % 4 * 32) + step / 4 * PANEL;
     }
     // Starts copying `rows` rows of `columns` values, a multiple of CHUNK unless rows are aligned
-    // beyond their ends; what is missing becomes 0.
-    __device__ __forceinline__ void fetch(const Type* source, int64 row_stride, int64 rows,
-                                          int columns) const {
-        static_assert(THREADS % 64 == 0, "rows of a thread have the same place in their group of 8");
-        constexpr int STEP = THREADS / 8;
+    // beyond their ends; what is missing becomes 0. COUNT threads take part.
+    template <int COUNT = THREADS>
+    __device__ __forceinline__ void fetch(const Type* source, int64 row_stride, int64 rows, int columns,
+                                          int thread = threadIdx.x) const {
+        static_assert(COUNT % 64 == 0, "rows of a thread have the same place in their group of 8");
+        constexpr int STEP = COUNT / 8;
         const int height = rows < HEIGHT ? static_cast<int>(rows) : HEIGHT;
-        const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+        const int row = thread / 8, chunk = thread % 8;
         const uint32 to = at(row, chunk);
         const Type* from = source + row * row_stride + chunk * CHUNK;
 #pragma unroll

@@ -13,53 +13,36 @@ __device__ __forceinline__ float factor_of(const Params& p) {
     return FOLDS_SCALE ? p.scale * LOG2_E : LOG2_E;
 }
 
-// Visible pairs of a tile as bits, where there is a mask: for each row its keys' bits, side by side.
+// Visible pairs of a tile as bits, where there is a mask, those of the band included: for each row its
+// keys' bits, side by side.
 struct MaskBits {
     static constexpr int WORDS = ScoreTile::BLOCK_WORDS;   // of a row
     static constexpr int BYTES = HAS_MASK ? BLOCK_M * WORDS * 4 : 0;
     uint32* words;
 
-    // Writes the bits of a tile; returns whether a pair that the thread looked at is visible.
-    __device__ __forceinline__ bool fill(const Params& p, const ScoreTile& t) const {
-        const ScoreStrides& stride = p.mask_strides;
-        const unsigned char* mask = p.mask + t.b * stride.batch + t.h * stride.head;
-        const bool chunks = stride.key == 1 && (reinterpret_cast<uint64>(mask) | stride.query) % 16 == 0;
+    // Writes the bits of a tile by COUNT threads; returns whether a pair that the thread looked at is
+    // visible.
+    template <int COUNT = THREADS>
+    __device__ __forceinline__ bool fill(const Params& p, const ScoreTile& t,
+                                         int thread = threadIdx.x) const {
+        static_assert(BLOCK_N % 32 == 0 || 32 % BLOCK_N == 0, "no word is of two tiles in part");
+        const MaskWords mask(p);
+        const uint32* from = p.mask_words + mask.at(t.b, t.h, t.m) + t.n / 32;
+        const int64 stride = mask.rows > 1 ? mask.width : 0;
         bool any = false;
-#pragma unroll 1
-        for (int at = threadIdx.x; at < BLOCK_M * WORDS; at += THREADS) {
+#pragma unroll
+        for (int at = thread; at < BLOCK_M * WORDS; at += COUNT) {
             const int row = at / WORDS, first = at % WORDS * 32;
-            int low = 0, high = t.columns - 1 - first;
+            int low = 0, high = min(t.columns - 1 - first, 31);
             if (HAS_LEFT) low = max(low, t.lo + row - first);
             if (HAS_RIGHT) high = min(high, t.hi + row - first);
-            high = min(high, 31);
             uint32 bits = 0;
-            if (row < t.rows && low <= high) {
-                const unsigned char* source = mask + (t.m + row) * stride.query +
-                                              (t.n + first) * stride.key;
-                if (chunks && first + 32 <= t.columns) {
-#pragma unroll
-                    for (int chunk = 0; chunk < 2; ++chunk) {
-                        const auto bytes =
-                            reinterpret_cast<const Vector<uint32, 4>*>(source)[chunk];
-#pragma unroll
-                        for (int word = 0; word < 4; ++word)
-                            bits |= bits_of(bytes.at[word]) << (chunk * 16 + word * 4);
-                    }
-                    bits &= ~0u << low & ~0u >> (31 - high);
-                } else {
-                    for (int key = low; key <= high; ++key)
-                        bits |= static_cast<uint32>(source[key * stride.key] != 0) << key;
-                }
-            }
+            if (row < t.rows && low <= high)
+                bits = from[row * stride + at % WORDS] >> t.n % 32 & ~0u << low & ~0u >> (31 - high);
             words[at] = bits;
             any |= bits != 0;
         }
         return any;
-    }
-    // One bit for each of four bytes: whether it is not 0.
-    static __device__ __forceinline__ uint32 bits_of(uint32 bytes) {
-        const uint32 ones = ((((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u) >> 7;
-        return ones * 0x01020408u >> 24 & 15;
     }
 };
 
@@ -116,17 +99,19 @@ struct BiasTile : Panels<BLOCK_M, BLOCK_N, BiasElement> {
     static constexpr int BYTES = HAS_BIAS ? Base::BYTES : 0;
     unsigned char* memory;   // what `base` is the address of
 
-    __device__ __forceinline__ void fetch(const Params& p, const ScoreTile& t) const {
+    template <int COUNT = THREADS>
+    __device__ __forceinline__ void fetch(const Params& p, const ScoreTile& t,
+                                          int thread = threadIdx.x) const {
         const ScoreStrides& stride = p.bias_strides;
         const BiasElement* bias = p.bias + t.b * stride.batch + t.h * stride.head;
         const BiasElement* first = bias + t.m * stride.query + t.n * stride.key;
         const uint64 bits = reinterpret_cast<uint64>(bias) | stride.query * sizeof(BiasElement);
         if (stride.key == 1 && bits % 16 == 0) {
-            Base::fetch(first, stride.query, t.rows, t.columns);
+            Base::template fetch<COUNT>(first, stride.query, t.rows, t.columns, thread);
             return;
         }
 #pragma unroll 1
-        for (int at = threadIdx.x; at < BLOCK_M * BLOCK_N; at += THREADS) {
+        for (int at = thread; at < BLOCK_M * BLOCK_N; at += COUNT) {
             const int row = at / BLOCK_N, column = at % BLOCK_N;
             *place(row, column) = row < t.rows && column < t.columns
                                       ? first[row * stride.query + column * stride.key]

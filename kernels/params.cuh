@@ -48,6 +48,7 @@ struct Params {
     const Work* cuts;         // of each head of the mask, split lists: from the first to the last split
     float* partials;          // of each head, of each split: its rows
     float* partial_lse;       // in the forward pass
+    uint32* mask_words;       // the mask as bits (MaskWords)
     uint32 round_keys[10][2];      // of the seed (rng.cuh)
     int64 works, cut_count, splits;   // of each head under a block mask
 
@@ -65,4 +66,17 @@ struct Params {
     Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
     Strides dq_strides, dk_strides, dv_strides;
     ScoreStrides mask_strides, bias_strides;
+};
+
+// Sizes of the mask as bits, a bit for each key: an axis along which it repeats itself has length 1.
+// Rows are whole numbers of 16 bytes.
+struct MaskWords {
+    int64 batch, heads, rows, width;
+    __device__ __forceinline__ explicit MaskWords(const Params& p)
+        : batch(p.mask_strides.batch ? p.batch : 1), heads(p.mask_strides.head ? p.q_heads : 1),
+          rows(p.mask_strides.query ? p.q_len : 1), width((p.kv_len + 127) / 128 * 4) {}
+    // Of the words, the number of the first one of a row.
+    __device__ __forceinline__ int64 at(int64 b, int64 h, int64 i) const {
+        return (((batch > 1 ? b : 0) * heads + (heads > 1 ? h : 0)) * rows + (rows > 1 ? i : 0)) * width;
+    }
 };

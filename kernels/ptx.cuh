@@ -135,6 +135,13 @@ __device__ __forceinline__ void add_share(float* to, const float (&x)[4]) {
 __device__ __forceinline__ void sync_some(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// The same; returns whether x is true for any of them.
+__device__ __forceinline__ bool any_of_some(int barrier, int threads, bool x) {
+    int any;
+    asm volatile("{.reg .pred x, any; setp.ne.s32 x, %3, 0; bar.red.or.pred any, %1, %2, x; "
+                 "selp.s32 %0, 1, 0, any;}" : "=r"(any) : "r"(barrier), "r"(threads), "r"(int(x)) : "memory");
+    return any;
+}
 
 // Whether the low and the high half of a word, without their highest bits, are below those of `limits`,
 // or not below if `negate` is 1. Limits are at most 2^14: numbers that float16 orders as they are.

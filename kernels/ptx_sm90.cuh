@@ -22,6 +22,10 @@ __device__ __forceinline__ void arrive_with_bytes(uint32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
+// Arrives when the copies that the thread has started (ptx.cuh, copy_async) are done, without waiting.
+__device__ __forceinline__ void arrive_after_copies(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Waits for the end of a phase: 0, 1, 0, ... from the first on.
 __device__ __forceinline__ void wait_phase(uint32 barrier, uint32 phase) {
     uint32 done;

@@ -203,10 +203,16 @@ def both_ways(inputs, options, place=put, **more):
     return {name: value.inner for name, value in results.items() if value is not None}
 
 
+def _empty(shape, dtype):
+    """Memory in which nothing useful lies."""
+    dtype = np.dtype(dtype)
+    return put(np.full(shape, 0x5555 if dtype.kind in "iu" else np.nan).astype(dtype))
+
+
 def _cupy():
     """The functions of CuPy that cuflash calls."""
     return SimpleNamespace(
-        empty=lambda shape, dtype: put(np.full(shape, np.nan).astype(dtype)),
+        empty=_empty,
         zeros=lambda shape, dtype: put(np.zeros(shape, dtype)),
         ascontiguousarray=lambda array, dtype=None: put(
             np.ascontiguousarray(array.inner, dtype=dtype)

@@ -31,6 +31,7 @@ FOR_HOPPER = [
     and max(problem.head_dim, problem.value_dim or 8) <= WIDEST
     and not problem.mask and not problem.bias
 ]  # fmt: skip
+PACK = "pack_mask"
 
 
 @pytest.fixture
@@ -262,6 +263,57 @@ def test_blocks(number, attend):
     dense = some((*PLANES[number % 4], *lengths), seed=number)
     mask = masked(dense, BLOCK_SIZES[number // 2 % 4])
     budget.check_all(attend(inputs, options | {"mask": mask}), inputs, options | {"mask": dense})
+
+
+def masks_and_biases(kind, q_len, kv_len):
+    """Return options for draw(q_len, kv_len), and the kernels that they need.
+
+    The mask hides whole tiles of keys: the first, the last, two in a row, all of a tile of queries.
+    """
+    mask = some((B, 1, q_len, kv_len), seed=3)
+    mask[0, ..., :128] = mask[0, ..., 256:512] = mask[1, ..., 512:] = mask[:, :, 128:256] = False
+    bias = normal((q_len, kv_len), seed=5)
+    halves = normal((1, 4, q_len, kv_len), DTYPES["float16"], 7)
+    return {
+        "mask": ({"mask": mask}, (PACK, HOPPER)),
+        "mask of keys": ({"mask": mask[:, :, :1]}, (PACK, HOPPER)),
+        "turned mask": ({"mask": turned(mask[:, 0, None], 3, 2, 0, 1)}, (PACK, HOPPER)),
+        "bias": ({"bias": bias}, (HOPPER,)),
+        "bias of keys": ({"bias": bias[:B, None, None]}, (HOPPER,)),
+        "turned bias": ({"bias": turned(bias, 1, 0)}, (HOPPER,)),
+        "both": ({"mask": mask, "bias": halves} | rich(4), (PACK, HOPPER)),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", [
+    "mask", "mask of keys", "turned mask", "bias", "bias of keys", "turned bias", "both",
+])  # fmt: skip
+def test_masks_and_biases(kind, attend):
+    """Tiles of keys that a mask hides from all queries of a tile are passed by."""
+    lengths = 300, 657
+    inputs, (options, kernels) = draw(*lengths, 64, batch=B), masks_and_biases(kind, *lengths)
+    got = attend(inputs, options, place=emulated.put_as_it_lies, kernels=kernels)
+    budget.check_all(got, inputs, options)
+
+
+def test_a_bias_under_a_block_mask(attend):
+    lengths = 300, 420
+    inputs, dense = draw(*lengths, 40, batch=B), some((B, 1, *lengths), seed=2)
+    options = {"bias": normal((4, *lengths), DTYPES["float16"], 1), "causal": True}
+    got = attend(inputs, options | {"mask": masked(dense, 128)})
+    budget.check_all(got, inputs, options | {"mask": dense})
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_keys_that_a_mask_hides(value, attend):
+    """In tiles that are passed by, and in others, where rows are made again pair by pair."""
+    inputs, dense = draw(20, 300, 16, batch=1, heads=(H, 1)), some((1, H, 20, 300))
+    hidden = np.r_[5, 128:256, 299]
+    dense[..., hidden] = False
+    special = {name: array.copy() for name, array in inputs.items()}
+    special["k"][:, hidden] = special["v"][:, hidden] = value
+    got = attend(special, {"mask": dense}, kernels=(PACK, HOPPER))
+    budget.check_all(got, inputs, {"mask": dense})
 
 
 def test_rows_and_columns_that_are_empty(attend):

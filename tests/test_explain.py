@@ -32,7 +32,7 @@ def test_a_gpu_that_is_not_here(arch):
 
 
 @pytest.mark.parametrize(("arch", "options", "kernel"), [
-    (90, {}, HOPPER), (90, {"bias": normal((300, 1))}, PORTABLE), (80, {}, PORTABLE),
+    (90, {}, HOPPER), (90, {"bias": normal((300, 1))}, HOPPER), (80, {}, PORTABLE),
     (100, {}, PORTABLE), (75, {}, "attention_forward_generic"),
 ], ids=lambda value: str(value)[:9])  # fmt: skip
 def test_the_kernel_of_an_architecture(arch, options, kernel):

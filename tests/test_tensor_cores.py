@@ -26,7 +26,7 @@ def draw(q_len, kv_len, head_dim=16, value_dim=16, batch=1, dtype="float16"):
 
 def forward(machine, kernel, q, k, v, **options):
     """Return the output and lse as a kernel makes them, if it takes such a problem."""
-    takes = q.dtype != np.float32 and not options.keys() & {"mask", "bias"} and machine.arch == 90
+    takes = q.dtype != np.float32 and machine.arch == 90
     with forward_by(kernel):
         results = cuflash.attention(q, k, v, **options, return_lse=True)
     assert machine.launched[-1] == (kernel if takes else PORTABLE)

@@ -59,6 +59,7 @@ static Barrier block, named[16];
 static unsigned progress;              // ends of phases of barriers in shared memory
 static unsigned polls;                 // calls of __syncthreads_or so far
 static int any[2];                     // their results, by the parity of the call
+static int any_of[16][2];              // the same for named barriers
 static uint64_t slots[1024];           // shuffles
 // Copies are made when they are started, and products of warp groups when somebody waits for them; or
 // the other way round. Where the difference shows in a result, somebody does not wait.
@@ -116,6 +117,7 @@ static bool run_block(unsigned threads, bool descending) {
     warps.assign((threads + 31) / 32, {});
     block = {};
     for (Barrier& barrier : named) barrier = {};
+    std::memset(any_of, 0, sizeof any_of);
     any[0] = any[1] = 0;
     for (Fiber& fiber : fibers) {
         fiber.begun = fiber.done = false;

@@ -140,4 +140,13 @@ inline void add_share(float* to, const float (&x)[4]) {
 inline void sync_some(int barrier, int threads) {
     emulator::wait(emulator::named[barrier], threads);
 }
+inline bool any_of_some(int barrier, int threads, bool x) {
+    int call = emulator::named[barrier].round / 2 % 2, (&any)[2] = emulator::any_of[barrier];
+    any[call] |= x;
+    sync_some(barrier, threads);
+    bool result = any[call];
+    any[!call] = 0;
+    sync_some(barrier, threads);
+    return result;
+}
 inline void keep_branch() {}

@@ -62,6 +62,11 @@ inline void arrive(unsigned barrier) {
     --of.missing;
     emulator::end_phase(of);
 }
+inline void arrive_after_copies(unsigned barrier) {
+    end_copies();
+    wait_copies<0>();
+    arrive(barrier);
+}
 inline void arrive_with_bytes(unsigned barrier, int bytes) {
     emulator::phases.at(barrier).bytes += bytes;
     arrive(barrier);
