@@ -123,7 +123,7 @@ def spill_allowance(kernel: str) -> int:
     at once they spill, and yet were faster than with smaller tiles that spill nothing. Hopper's
     spills nothing but with such options or a block mask.
     """
-    return 96 if kernel.endswith("generic") else 160 if kernel.endswith("sm90") else 512
+    return 96 if kernel.endswith("generic") else 200 if kernel.endswith("sm90") else 512
 
 
 @dataclass(frozen=True)

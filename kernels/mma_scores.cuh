@@ -25,7 +25,7 @@ struct MaskBits {
     template <int COUNT = THREADS>
     __device__ __forceinline__ bool fill(const Params& p, const ScoreTile& t,
                                          int thread = threadIdx.x) const {
-        static_assert(BLOCK_N % 32 == 0 || 32 % BLOCK_N == 0, "no word is of two tiles in part");
+        static_assert(!HAS_MASK || BLOCK_N % 32 == 0 || 32 % BLOCK_N == 0, "no word is of two tiles");
         const MaskWords mask(p);
         const uint32* from = p.mask_words + mask.at(t.b, t.h, t.m) + t.n / 32;
         const int64 stride = mask.rows > 1 ? mask.width : 0;
