@@ -19,7 +19,8 @@ __all__ = [
     "partial_sizes", "reads_words",
 ]  # fmt: skip
 
-_COMBINES = {
+# The kernels that walk over scores on tensor cores, and those that combine their partial results.
+_ON_TENSOR_CORES = {
     "attention_forward": "combine_outputs", "attention_forward_sm90": "combine_outputs",
     "attention_backward": "combine_gradients",
     "attention_backward_query": "combine_gradients",
@@ -112,7 +113,7 @@ def _convert_fragments(problem: Problem, keys: Plan) -> Plan:
 
 def combine(plan: Plan, rows: int) -> Plan | None:
     """The kernel that puts partial results of so many split rows of tiles together."""
-    kernel = _COMBINES.get(plan.kernel)
+    kernel = _ON_TENSOR_CORES.get(plan.kernel)
     if kernel is None:
         return None
     by_keys = plan.kernel == "attention_backward"
@@ -122,6 +123,7 @@ def combine(plan: Plan, rows: int) -> Plan | None:
     return Plan(kernel, constants, grid(-(-warps * 32 // threads)), threads)
 
 
+@lru_cache(maxsize=4096)
 def pack_mask(problem: Problem, words: int) -> Plan:
     """The kernel that writes a mask as so many words of bits."""
     return _flat("pack_mask", problem, words, ())
@@ -129,7 +131,7 @@ def pack_mask(problem: Problem, words: int) -> Plan:
 
 def reads_words(plan: Plan) -> bool:
     """Whether the kernel reads a boolean mask as bits: those on tensor cores do."""
-    return plan.kernel in _COMBINES and ("HAS_MASK", True) in plan.constants
+    return plan.kernel in _ON_TENSOR_CORES and ("HAS_MASK", True) in plan.constants
 
 
 def partial_sizes(plan: Plan) -> tuple[int, int]:

@@ -96,9 +96,9 @@ def _panels(rows: int, width: int, size: int) -> int:
 def _score_bytes(
     problem: Problem, tile: ForwardTile | BackwardTile | HopperTile
 ) -> tuple[int, int]:
-    """Bytes of a tile of biases, and of the bits of two masks (kernels/mma_scores.cuh)."""
+    """Bytes of a tile of biases, and of the bits of its mask (kernels/mma_scores.cuh)."""
     size = ELEMENT_TYPES[problem.bias].size if problem.bias else 0
-    mask = 2 * tile.block_m * -(-tile.block_n // 32) * 4 if problem.mask else 0
+    mask = tile.block_m * -(-tile.block_n // 32) * 4 if problem.mask else 0
     return _panels(tile.block_m, tile.block_n, size), mask
 
 
@@ -133,10 +133,10 @@ def _hopper_plan(problem: Problem, tile: HopperTile, device: Device) -> Plan | N
     queries = _panels(tile.block_m, problem.head_dim, 2)
     if tile.query_buffers > 1:  # outputs leave where queries came in
         queries = max(queries, _panels(tile.block_m, width, 2))
-    bias, masks = _score_bytes(problem, tile)
+    bias, mask = _score_bytes(problem, tile)
     barriers = 2 * tile.query_buffers * tile.block_m // 64 + 4 * tile.stages + 4
     shared = tile.query_buffers * queries + tile.stages * stage + 8 * barriers + 2 * 24 + 1024
-    sheets, sheet = 0, bias + masks // 2
+    sheets, sheet = 0, bias + mask
     if sheet:
         sheet += 16 + 2 * 8  # a block, and two barriers
         sheets = min(4, max(2, (device.shared_bytes - shared) // sheet))
@@ -167,7 +167,7 @@ def _over_rows(
     widths = (problem.head_dim, problem.value_dim)
     stage = sum(_panels(tile.block_n, width, size) for width in widths) + bias
     blocks = problem.batch * problem.q_heads * -(-problem.q_len // tile.block_m)
-    shared = kept + tile.stages * stage + mask
+    shared = kept + tile.stages * stage + 2 * mask
     return _plan_of(
         kernel, problem, tile, blocks, tile.warps, shared, ("WARPS_M", tile.warps), *constants
     )
@@ -185,5 +185,5 @@ def _backward(add_dq: bool, problem: Problem, tile: BackwardTile) -> Plan:
     blocks = problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_n)
     return _plan_of(
         "attention_backward", problem, tile, blocks, tile.warps,
-        both(tile.block_n) + scores + tile.stages * stage + mask, ("ADD_DQ", add_dq),
+        both(tile.block_n) + scores + tile.stages * stage + 2 * mask, ("ADD_DQ", add_dq),
     )  # fmt: skip

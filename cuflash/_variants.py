@@ -68,7 +68,8 @@ def _hopper_problems() -> Iterator[Problem]:
         rows = ((2, 300, 2, entry.width), half)
         yield describe(rows, rows, rows, causal=True, **features)
         scores = (2, 2, 300, 300)
-        for bias in ("float16", "float32")[: 1 + (entry.width == 64)]:
+        # At the least width it takes the wider bias to need a smaller tile.
+        for bias in ("float16", "float32") if entry is HOPPER_FORWARD[0] else ("float16",):
             yield describe(
                 rows, rows, rows, causal=True, mask=(scores, np.dtype(bool)),
                 bias=(scores, np.dtype(bias)), **features,

@@ -266,7 +266,7 @@ def test_blocks(number, attend):
 
 
 def masks_and_biases(kind, q_len, kv_len):
-    """Return options for draw(q_len, kv_len), and the kernels that they need.
+    """Return options for draw(q_len, kv_len).
 
     The mask hides whole tiles of keys: the first, the last, two in a row, all of a tile of queries.
     """
@@ -275,13 +275,13 @@ def masks_and_biases(kind, q_len, kv_len):
     bias = normal((q_len, kv_len), seed=5)
     halves = normal((1, 4, q_len, kv_len), DTYPES["float16"], 7)
     return {
-        "mask": ({"mask": mask}, (PACK, HOPPER)),
-        "mask of keys": ({"mask": mask[:, :, :1]}, (PACK, HOPPER)),
-        "turned mask": ({"mask": turned(mask[:, 0, None], 3, 2, 0, 1)}, (PACK, HOPPER)),
-        "bias": ({"bias": bias}, (HOPPER,)),
-        "bias of keys": ({"bias": bias[:B, None, None]}, (HOPPER,)),
-        "turned bias": ({"bias": turned(bias, 1, 0)}, (HOPPER,)),
-        "both": ({"mask": mask, "bias": halves} | rich(4), (PACK, HOPPER)),
+        "mask": {"mask": mask},
+        "mask of keys": {"mask": mask[:, :, :1]},
+        "turned mask": {"mask": turned(mask[:, 0, None], 3, 2, 0, 1)},
+        "bias": {"bias": bias},
+        "bias of keys": {"bias": bias[:B, None, None]},
+        "turned bias": {"bias": turned(bias, 1, 0)},
+        "both": {"mask": mask, "bias": halves} | rich(4),
     }[kind]
 
 
@@ -291,7 +291,8 @@ def masks_and_biases(kind, q_len, kv_len):
 def test_masks_and_biases(kind, attend):
     """Tiles of keys that a mask hides from all queries of a tile are passed by."""
     lengths = 300, 657
-    inputs, (options, kernels) = draw(*lengths, 64, batch=B), masks_and_biases(kind, *lengths)
+    inputs, options = draw(*lengths, 64, batch=B), masks_and_biases(kind, *lengths)
+    kernels = (PACK, HOPPER) if "mask" in options else (HOPPER,)
     got = attend(inputs, options, place=emulated.put_as_it_lies, kernels=kernels)
     budget.check_all(got, inputs, options)
 
@@ -302,18 +303,6 @@ def test_a_bias_under_a_block_mask(attend):
     options = {"bias": normal((4, *lengths), DTYPES["float16"], 1), "causal": True}
     got = attend(inputs, options | {"mask": masked(dense, 128)})
     budget.check_all(got, inputs, options | {"mask": dense})
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_keys_that_a_mask_hides(value, attend):
-    """In tiles that are passed by, and in others, where rows are made again pair by pair."""
-    inputs, dense = draw(20, 300, 16, batch=1, heads=(H, 1)), some((1, H, 20, 300))
-    hidden = np.r_[5, 128:256, 299]
-    dense[..., hidden] = False
-    special = {name: array.copy() for name, array in inputs.items()}
-    special["k"][:, hidden] = special["v"][:, hidden] = value
-    got = attend(special, {"mask": dense}, kernels=(PACK, HOPPER))
-    budget.check_all(got, inputs, {"mask": dense})
 
 
 def test_rows_and_columns_that_are_empty(attend):
@@ -331,14 +320,16 @@ def test_rows_and_columns_that_are_empty(attend):
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_keys_that_a_block_mask_hides(value, attend):
-    """In absent blocks, and in partial ones, where rows are made again pair by pair."""
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_keys_that_a_mask_hides(by_blocks, value, attend):
+    """In tiles that are passed by, and in others, where rows are made again pair by pair."""
     inputs, dense = draw(20, 300, 16, batch=1, heads=(H, 1)), some((1, H, 20, 300))
     hidden = np.r_[5, 128:256, 299]
     dense[..., hidden] = False
     special = {name: array.copy() for name, array in inputs.items()}
     special["k"][:, hidden] = special["v"][:, hidden] = value
-    got = attend(special, {"mask": masked(dense, 128)})
+    mask, kernels = (masked(dense, 128), (HOPPER,)) if by_blocks else (dense, (PACK, HOPPER))
+    got = attend(special, {"mask": mask}, kernels=kernels)
     budget.check_all(got, inputs, {"mask": dense})
 
 

@@ -43,9 +43,6 @@ struct Groups {
             for (const Task& task : ended.front()) use(task);
     }
 };
-}  // namespace emulator
-
-namespace emulator {
 
 struct Barrier { unsigned arrived = 0, round = 0; };
 struct Fiber { ucontext_t start; jmp_buf place; bool begun, done; };
